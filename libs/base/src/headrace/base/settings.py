@@ -26,7 +26,7 @@ T = TypeVar("T")
 def knob(
     default: Any = dataclasses.MISSING,
     *,
-    help: str,  # noqa: A002  # the field's standard word for it
+    help: str,  # the field's standard word for it
     env: str | None = None,
     least: float | None = None,
     most: float | None = None,
@@ -36,9 +36,7 @@ def knob(
     return dataclasses.field(default=default, metadata=meta)
 
 
-def load(
-    cls: type[T], *, service: str, argv: Sequence[str], environ: Mapping[str, str], description: str = ""
-) -> T:
+def load(cls: type[T], *, service: str, argv: Sequence[str], environ: Mapping[str, str], description: str = "") -> T:
     """Build `cls` from `argv` and `environ`; StartError names the setting and what it may be."""
     hints = typing.get_type_hints(cls)
     parser = argparse.ArgumentParser(prog=f"python -m headrace.{service}", description=description or cls.__doc__)
@@ -84,7 +82,16 @@ def _parse(raw: str, hint: Any, source: str, meta: Mapping[str, Any]) -> Any:
     if typing.get_origin(hint) is tuple:
         return tuple(part.strip() for part in raw.split(",") if part.strip())
     if hint is bool:
-        words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+        words = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
         if raw.lower() not in words:
             raise StartError(f"{source}={raw!r} is not a yes or no: use true or false")
         return words[raw.lower()]
@@ -105,6 +112,8 @@ def _number(raw: str, kind: type[int] | type[float], source: str, meta: Mapping[
         raise StartError(f"{source}={raw!r} is not a{'n integer' if kind is int else ' number'}") from None
     least, most = meta["least"], meta["most"]
     if value != value or (least is not None and value < least) or (most is not None and value > most):
-        span = f"at least {least}" if most is None else f"at most {most}" if least is None else f"from {least} to {most}"
+        span = (
+            f"at least {least}" if most is None else f"at most {most}" if least is None else f"from {least} to {most}"
+        )
         raise StartError(f"{source}={raw} is out of range: it must be {span}")
     return value

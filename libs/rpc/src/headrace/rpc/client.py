@@ -1,0 +1,96 @@
+"""One client for every peer: a deadline on each call, errors in our words, streams that cancel on exit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import grpc
+from grpc.aio import AioRpcError
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from headrace.base.channel import Keepalive, channel_options
+from headrace.base.deadline import Deadline
+from headrace.base.errors import DeadlinePassed, HeadraceError
+from headrace.rpc.status import from_rpc_error
+
+R = TypeVar("R")
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class Peer:
+    """One channel to one address, kept for the process's life; build it inside the running loop."""
+
+    def __init__(self, address: str, *, keepalive: Keepalive | None = None, max_message_bytes: int = 16 << 20) -> None:
+        self.address = address
+        options = channel_options(keepalive or Keepalive(), max_message_bytes=max_message_bytes)
+        self.channel = grpc.aio.insecure_channel(address, options=options)
+
+    async def unary(
+        self, method: Callable[..., Any], request: Any, *, deadline: Deadline, metadata: Mapping[str, str] | None = None
+    ) -> Any:
+        """Call `method` (a stub's attribute); raises the peer's error from the `headrace.base.errors` tree."""
+        if deadline.remaining_s() <= 0:
+            raise DeadlinePassed(f"the deadline passed before {self.address} was called")
+        try:
+            return await method(request, timeout=deadline.timeout_s(), metadata=_outgoing(metadata))
+        except AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    @asynccontextmanager
+    async def stream(
+        self, method: Callable[..., Any], request: Any, *, deadline: Deadline, metadata: Mapping[str, str] | None = None
+    ) -> AsyncIterator[AsyncIterator[Any]]:
+        """Open a stream; `request` is a message or an async iterator of them. Leaving the block cancels the call.
+
+        An abandoned aio call is never cancelled by garbage collection (grpc #43462), hence the block.
+        """
+        if deadline.remaining_s() <= 0:
+            raise DeadlinePassed(f"the deadline passed before {self.address} was called")
+        call = method(request, timeout=deadline.timeout_s(), metadata=_outgoing(metadata))
+        try:
+            yield _messages(call)
+        finally:
+            call.cancel()
+
+    async def healthy(self, full_name: str = "", *, deadline: Deadline) -> bool:
+        """Whether the peer answers SERVING for a service; False when it cannot be reached."""
+        stub: Any = health_pb2_grpc.HealthStub(self.channel)
+        try:
+            answer = await self.unary(stub.Check, health_pb2.HealthCheckRequest(service=full_name), deadline=deadline)
+        except HeadraceError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def close(self) -> None:
+        """Close the channel; running calls are cancelled."""
+        await self.channel.close()
+
+    async def __aenter__(self) -> Peer:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+async def _messages(call: Any) -> AsyncIterator[Any]:
+    try:
+        async for message in call:
+            yield message
+    except AioRpcError as error:
+        raise from_rpc_error(error) from None
+    except asyncio.CancelledError:
+        # The call itself was cancelled (channel closed): aio raises CancelledError into a task nobody cancelled.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling() == 0 and call.cancelled():
+            raise DeadlinePassed("the call was cancelled by its own side", reason="CALL_CANCELLED") from None
+        raise
+
+
+def _outgoing(metadata: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    carrier: dict[str, str] = dict(metadata or {})
+    _PROPAGATOR.inject(carrier)
+    return tuple(carrier.items())
