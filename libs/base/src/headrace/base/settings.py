@@ -39,7 +39,11 @@ def knob(
 def load(cls: type[T], *, service: str, argv: Sequence[str], environ: Mapping[str, str], description: str = "") -> T:
     """Build `cls` from `argv` and `environ`; StartError names the setting and what it may be."""
     hints = typing.get_type_hints(cls)
-    parser = argparse.ArgumentParser(prog=f"python -m headrace.{service}", description=description or cls.__doc__)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m headrace.{service}",
+        description=description or cls.__doc__,
+        allow_abbrev=False,  # a shortened flag would change its meaning when a setting is added
+    )
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     for f in fields:
         shown = "" if f.default in (dataclasses.MISSING, None, "") else f" (default: {_show(f.default)})"

@@ -1,0 +1,54 @@
+"""The text of one answer, from its token ids: whole characters, cut at the first stop text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.text.detokenizer import Detokenizer
+from headrace.text.stop import StopChecker, Stopped
+from headrace.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text to show, and whether the answer ends with it."""
+
+    text: str
+    stopped: bool
+
+
+class AnswerText:
+    """One per answer; `push` until it says stopped or the tokens end, then `finish` once.
+
+    A stop text that is itself a special token stops at that token's id, because special tokens have no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, field: str = "sampling.stop") -> None:
+        """InvalidRequest with the path `field` when `stops` are too many, too long or empty."""
+        self._detokenizer = Detokenizer(tokenizer)
+        self._checker = StopChecker(stops, field=field)
+        self._stop_ids = frozenset(i for i in map(tokenizer.special_id, stops) if i is not None)
+        self._stopped = False
+
+    def push(self, token_id: int) -> Piece:
+        """The text that `token_id` adds, often none; nothing after a stop."""
+        if self._stopped:
+            return Piece("", True)
+        if token_id in self._stop_ids:
+            text = self.finish()
+            self._stopped = True
+            return Piece(text, True)
+        return self._check(self._detokenizer.push(token_id))
+
+    def finish(self) -> str:
+        """The rest: an unfinished character as U+FFFD, and text held back for a stop that did not come."""
+        if self._stopped:
+            return ""
+        last = self._check(self._detokenizer.finish())
+        return last.text if last.stopped else last.text + self._checker.finish()
+
+    def _check(self, text: str) -> Piece:
+        found = self._checker.push(text) if text else None
+        self._stopped = isinstance(found, Stopped)
+        return Piece(found.text if found else "", self._stopped)

@@ -1,0 +1,75 @@
+"""Ids in, text out, cut at stop texts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.base.errors import InvalidRequest
+from headrace.text.answer import AnswerText, Piece
+from headrace.text.tokenizer import Tokenizer
+
+
+def told(tokenizer: Tokenizer, ids: list[int], stops: list[str]) -> tuple[str, bool]:
+    answer = AnswerText(tokenizer, stops)
+    shown = ""
+    for token_id in ids:
+        piece = answer.push(token_id)
+        shown += piece.text
+        assert "\ufffd" not in piece.text
+        if piece.stopped:
+            assert answer.push(token_id) == Piece("", True)
+            assert answer.finish() == ""
+            return shown, True
+    return shown + answer.finish(), False
+
+
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [
+        ("the quick brown fox jumps over", "own fox"),
+        ("one, two, three", ", t"),
+        ("count 12345 end", "34"),
+        ("漢字かな交じり文 and more", "な交"),
+        ("emoji 👩‍👩‍👧 family 👍🏽!", "👍🏽"),
+        ("user\n\nassistant", "\n\n"),
+    ],
+)
+def test_an_answer_ends_before_a_stop_that_spans_tokens(tokenizer: Tokenizer, text: str, stop: str) -> None:
+    assert told(tokenizer, tokenizer.encode(text), [stop]) == (text[: text.index(stop)], True)
+
+
+def test_an_answer_without_its_stop_is_whole(tokenizer: Tokenizer) -> None:
+    text = "the quick brown fo"
+    assert told(tokenizer, tokenizer.encode(text), ["fox"]) == (text, False)
+    assert told(tokenizer, tokenizer.encode(text), []) == (text, False)
+
+
+def test_a_special_token_as_a_stop_works_by_its_id_and_by_its_text(tokenizer: Tokenizer) -> None:
+    stops = ["<|im_start|>", "fox"]
+    by_id = [*tokenizer.encode("a brown fo"), 1, *tokenizer.encode("more")]
+    assert told(tokenizer, by_id, stops) == ("a brown fo", True)
+    assert told(tokenizer, tokenizer.encode("hi <|im_start|>x"), stops) == ("hi ", True)
+
+
+def test_special_tokens_add_no_text(tokenizer: Tokenizer) -> None:
+    ids = [0, *tokenizer.encode("hi"), 2]
+    assert told(tokenizer, ids, []) == ("hi", False)
+
+
+def test_an_answer_cut_in_mid_character_ends_with_a_replacement(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("ok 漢")[:-1]
+    assert told(tokenizer, ids, ["ok 漢字"]) == ("ok \ufffd", False)
+
+
+@given(ids=st.lists(st.integers(17, 49_151), max_size=20))
+def test_without_stops_the_text_is_the_decoded_ids(tokenizer: Tokenizer, ids: list[int]) -> None:
+    answer = AnswerText(tokenizer)
+    assert "".join([*(answer.push(i).text for i in ids), answer.finish()]) == tokenizer.decode(ids)
+
+
+def test_a_bad_stop_is_refused_under_the_callers_name_for_it(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        AnswerText(tokenizer, [""], field="stop")
+    assert caught.value.field == "stop[0]"
