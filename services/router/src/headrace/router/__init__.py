@@ -1,0 +1,1 @@
+"""Which replica runs a request, and why."""

@@ -1,0 +1,1 @@
+"""Between protobuf messages and the core's types."""
