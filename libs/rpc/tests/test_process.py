@@ -120,3 +120,16 @@ def test_help_lists_each_setting_with_default_and_variable(tmp_path: Path) -> No
     assert status == 0
     assert "how long a drain takes, in seconds (default: 0.0)" in " ".join(out.split())
     assert "HEADRACE_DEMO_DRAIN_S" in out
+
+
+async def test_the_probe_says_whether_a_server_serves() -> None:
+    from headrace.rpc.probe import probe
+    from headrace.rpc.server import Server, ServerSettings
+
+    server = Server(ServerSettings(), service_name="probed")
+    address = await server.start()
+    assert not await probe(address)
+    await server.set_serving(True)
+    assert await probe(address)
+    await server.drain(0)
+    assert not await probe(address)

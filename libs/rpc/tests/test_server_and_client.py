@@ -97,6 +97,7 @@ async def test_each_domain_error_arrives_as_itself_with_its_facts(stack: Any) ->
     with pytest.raises(InvalidRequest) as invalid:
         await peer.unary(place(peer), routing_pb2.PlaceRequest(), deadline=Deadline.after(5))
     assert (invalid.value.field, invalid.value.why) == ("sampling.top_p", "must be in (0, 1]")
+    assert invalid.value.metadata["request_id"]
     routing.outcome = Unavailable("none", reason="ALL_STALE", retry_after_s=0.25, metadata={"stale": "2"})
     with pytest.raises(Unavailable) as away:
         await peer.unary(place(peer), routing_pb2.PlaceRequest(), deadline=Deadline.after(5))
@@ -235,8 +236,9 @@ async def test_a_taken_port_is_one_clear_line() -> None:
     with pytest.raises(StartError, match="port is taken"):
         await second.start()
     await first.drain(0)
-    with pytest.raises(StartError, match="host:port"):
-        await Server(ServerSettings(address="7000"), service_name="c").start()
+    for malformed in ("7000", "127.0.0.1:", "127.0.0.1:99999", ":7000"):
+        with pytest.raises(StartError, match="host:port"):
+            await Server(ServerSettings(address=malformed), service_name="c").start()
 
 
 async def test_status_codes_on_the_wire_are_grpcs_own(stack: Any) -> None:

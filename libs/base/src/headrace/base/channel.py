@@ -23,7 +23,8 @@ def channel_options(keepalive: Keepalive, *, max_message_bytes: int = 16 << 20) 
         ("grpc.max_send_message_length", max_message_bytes),
         # The default of up to 120 s between reconnects is for the internet, not for a fleet's own network.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 1000),
+        # How long one attempt may take: on a machine under full load a handshake can need more than a second.
+        ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 2000),
         # A slow reader must not let the window grow to megabytes: with the probe off it stays near 64 kB.
         ("grpc.http2.bdp_probe", 0),

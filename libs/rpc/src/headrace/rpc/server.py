@@ -74,7 +74,7 @@ class Server:
                 [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name], self._server
             )
         host, _, port = self._settings.address.rpartition(":")
-        if not host or not port.isdigit():
+        if not host or not port.isdigit() or int(port) > 65535:
             raise StartError(f"address {self._settings.address!r} is not host:port, such as 127.0.0.1:7000")
         try:
             bound = self._server.add_insecure_port(self._settings.address)

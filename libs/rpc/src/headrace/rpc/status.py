@@ -81,9 +81,11 @@ def from_rpc_error(error: AioRpcError) -> HeadraceError:
     retry_after_s = retry.retry_delay.ToTimedelta().total_seconds() if retry.HasField("retry_delay") else None
     if error.code() is StatusCode.INVALID_ARGUMENT:
         violation = bad.field_violations[0] if bad.field_violations else None
-        return InvalidRequest(
+        invalid = InvalidRequest(
             violation.field if violation else "request", violation.description if violation else message, reason=reason
         )
+        invalid.metadata.update(metadata)
+        return invalid
     if error.code() is StatusCode.ABORTED:
         broken = StreamBroken(message, tokens_emitted=int(metadata.get("tokens_emitted", "0")))
         broken.metadata.update(metadata)
