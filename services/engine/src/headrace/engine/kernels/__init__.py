@@ -1,0 +1,1 @@
+"""Implementations of the operations that touch the paged KV cache, one package per kind of hardware."""

@@ -1,0 +1,26 @@
+"""The engine's Prometheus metrics."""
+
+from __future__ import annotations
+
+from headrace.engine.core.load import Load
+from headrace.observe.metrics import counter, gauge
+
+OPEN = gauge("headrace_engine_sequences_open", "Sequences handed to the worker and not finished.")
+RUNNING = gauge("headrace_engine_running", "Sequences running.")
+WAITING = gauge("headrace_engine_waiting", "Sequences waiting for their first step.")
+BLOCKS_USED = gauge("headrace_engine_kv_blocks_used", "KV blocks in use.")
+BLOCKS_TOTAL = gauge("headrace_engine_kv_blocks_total", "KV blocks there are.")
+GATEWAYS = gauge("headrace_engine_gateways_attached", "Attach streams open.")
+TOKENS = counter("headrace_engine_tokens_total", "Tokens generated.")
+PROMPT_TOKENS = counter("headrace_engine_prompt_tokens_total", "Prompt tokens submitted.")
+FINISHES = counter("headrace_engine_finishes_total", "Sequences ended, by reason.", ("reason", "error_reason"))
+PREEMPTIONS = counter("headrace_engine_preemptions_total", "Times a running sequence was preempted.")
+HEARTBEATS = counter("headrace_engine_heartbeats_total", "Heartbeats, by outcome.", ("outcome",))
+
+
+def show_load(load: Load) -> None:
+    """Bring the gauges to the worker's newest load."""
+    RUNNING.set(load.running)
+    WAITING.set(load.waiting)
+    BLOCKS_USED.set(load.total_blocks - load.free_blocks)
+    BLOCKS_TOTAL.set(load.total_blocks)

@@ -1,0 +1,155 @@
+"""The shell's book of open sequences: who asked for each, and where its tokens go.
+
+One dispatcher reads the worker's events and hands each owner its columns, so that an engine step costs one message
+per gateway, whatever the number of sequences (2 us per token against 30 for a message each, measured).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from headrace.base.deadline import Deadline
+from headrace.engine.core.finish import Finish, FinishReason
+from headrace.engine.core.load import Load
+from headrace.engine.core.sampling_plan import SamplingPlan
+from headrace.engine.metrics import FINISHES, OPEN, PREEMPTIONS, PROMPT_TOKENS, TOKENS, show_load
+from headrace.engine.worker.client import WorkerClient
+from headrace.observe.tracing import record_span
+
+
+class Owner(Protocol):
+    """Takes one step's news for its own sequences, named by the slots it chose. Must not wait."""
+
+    def deliver(self, slots: Sequence[int], token_ids: Sequence[int], finishes: Sequence[tuple[int, Finish]]) -> None:
+        """`slots[i]` emitted `token_ids[i]`; `finishes` are (slot, finish), their slots free afterwards."""
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenSequence:
+    """One sequence in the engine's hands."""
+
+    owner: Owner
+    slot: int
+    request_id: str
+    attempt: int
+    traceparent: str
+    prompt_tokens: int
+    submitted_ns: int
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class _News:
+    """One owner's share of one step."""
+
+    slots: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finishes: list[tuple[int, Finish]] = field(default_factory=list)
+
+
+class Sequences:
+    """All open sequences of this process. Belongs to the event loop."""
+
+    def __init__(self, worker: WorkerClient) -> None:
+        self._worker = worker
+        self._open: dict[int, OpenSequence] = {}
+        self.load: Load | None = None
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def submit(
+        self,
+        owner: Owner,
+        slot: int,
+        token_ids: Sequence[int],
+        plan: SamplingPlan,
+        *,
+        request_id: str,
+        attempt: int,
+        traceparent: str,
+        deadline: Deadline,
+    ) -> int:
+        """Hand a sequence to the worker; its id is for `abort`. Refusals come to the owner as a finish."""
+        sequence_id = self._worker.submit(token_ids, plan, deadline=deadline)
+        self._open[sequence_id] = OpenSequence(
+            owner=owner,
+            slot=slot,
+            request_id=request_id,
+            attempt=attempt,
+            traceparent=traceparent,
+            prompt_tokens=len(token_ids),
+            submitted_ns=time.time_ns(),
+        )
+        OPEN.inc()
+        PROMPT_TOKENS.inc(len(token_ids))
+        return sequence_id
+
+    def abort(self, sequence_id: int) -> None:
+        """End a sequence early; its finish follows. Unknown ids have finished already."""
+        if sequence_id in self._open:
+            self._worker.abort(sequence_id)
+
+    async def dispatch(self) -> None:
+        """Hand out the worker's events until it is stopped; raises WorkerDied when it ends by itself."""
+        async for event in self._worker.events():
+            self.load = event.load
+            show_load(event.load)
+            self._hand_out(event.sequence_ids, event.token_ids, event.finishes)
+
+    def _hand_out(self, sequence_ids: Sequence[int], token_ids: Sequence[int], finishes: Sequence[Finish]) -> None:
+        shares: dict[int, tuple[Owner, _News]] = {}
+        for sequence_id, token_id in zip(sequence_ids, token_ids, strict=True):
+            sequence = self._open[sequence_id]
+            sequence.tokens += 1
+            news = _share(shares, sequence.owner)
+            news.slots.append(sequence.slot)
+            news.token_ids.append(token_id)
+        TOKENS.inc(len(token_ids))
+        for finish in finishes:
+            sequence = self._open.pop(finish.sequence_id)
+            _share(shares, sequence.owner).finishes.append((sequence.slot, finish))
+            _record(sequence, finish)
+        for owner, news in shares.values():
+            owner.deliver(news.slots, news.token_ids, news.finishes)
+
+
+def _share(shares: dict[int, tuple[Owner, _News]], owner: Owner) -> _News:
+    return shares.setdefault(id(owner), (owner, _News()))[1]
+
+
+def _record(sequence: OpenSequence, finish: Finish) -> None:
+    """Count the end, and write the sequence's spans: its times are known only now."""
+    OPEN.dec()
+    problem = finish.problem.reason.value if finish.problem else ""
+    FINISHES.labels(finish.reason.value, problem).inc()
+    PREEMPTIONS.inc(finish.preemptions)
+    if not sequence.traceparent:
+        return
+    start, end = sequence.submitted_ns, time.time_ns()
+    prefill = min(start + int(finish.queue_ms * 1e6), end)
+    first = min(prefill + int(finish.prefill_ms * 1e6), end)
+    own = record_span(
+        "engine.sequence",
+        start,
+        end,
+        sequence.traceparent,
+        {
+            "headrace.request_id": sequence.request_id,
+            "headrace.attempt": sequence.attempt,
+            "gen_ai.usage.input_tokens": sequence.prompt_tokens,
+            "gen_ai.usage.output_tokens": sequence.tokens,
+            "gen_ai.response.finish_reasons": finish.reason.value.lower(),
+            "headrace.prefill_chunks": finish.prefill_chunks,
+            "headrace.preemptions": finish.preemptions,
+        },
+        problem or None if finish.reason is FinishReason.ERROR else None,
+    )
+    record_span("engine.queue", start, prefill, own, {})
+    if finish.prefill_ms:
+        record_span("engine.prefill", prefill, first, own, {})
+    if sequence.tokens > 1:
+        record_span("engine.decode", first, end, own, {"headrace.tokens": sequence.tokens - 1})

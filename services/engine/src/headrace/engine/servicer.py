@@ -1,0 +1,72 @@
+"""EngineService: protobuf in and out, nothing decided here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+from headrace.api.engine.v1 import engine_service_pb2 as pb
+from headrace.api.engine.v1 import engine_service_pb2_grpc as rpc
+from headrace.base.errors import Unavailable
+from headrace.engine.answer import stream_answer
+from headrace.engine.attach import AttachSession
+from headrace.engine.heartbeat import Heart
+from headrace.engine.sequences import Sequences
+from headrace.engine.settings import EngineSettings
+from headrace.rpc.context import current_call
+from headrace.text.tokenizer import Tokenizer
+
+
+class EngineServicer(rpc.EngineServiceServicer):
+    """Serves one replica. `tokenizer` is set once it is loaded; until the worker is ready every call is refused."""
+
+    def __init__(self, settings: EngineSettings, heart: Heart, sequences: Sequences) -> None:
+        self._settings = settings
+        self._heart = heart
+        self._sequences = sequences
+        self.tokenizer: Tokenizer | None = None
+        self.vocab_size = 0
+        self.sessions: set[AttachSession] = set()
+
+    @property
+    def draining(self) -> bool:
+        """Whether new work is refused because this replica is about to end."""
+        return self._heart.phase == pb.PHASE_DRAINING
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[pb.AttachRequest], context: Any
+    ) -> AsyncIterator[pb.AttachResponse]:
+        """Serve one gateway's step stream."""
+        self._require_ready()
+        me = self._heart.identity
+        welcome = pb.Welcome(
+            engine_id=me.engine_id, epoch=me.epoch, bundle_digest=me.bundle_digest, vocab_size=self.vocab_size
+        )
+        session = AttachSession(self._sequences, lambda: self.draining)
+        self.sessions.add(session)
+        try:
+            async for response in session.run(request_iterator, welcome):
+                yield response
+        finally:
+            self.sessions.discard(session)
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        """Text in, text out."""
+        self._require_ready()
+        if self.draining:
+            raise Unavailable("this replica is draining", reason="DRAINING", retry_after_s=1.0)
+        assert self.tokenizer is not None
+        call = current_call()
+        events = stream_answer(self._sequences, self.tokenizer, request, call, self._heart.identity.engine_id)
+        async for event in events:
+            yield event
+
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
+        """What this replica is and how it is doing; answers while warming, too."""
+        shown = {k: str(v) for k, v in asdict(self._settings).items() if k not in ("redis_url", "otlp_endpoint")}
+        return pb.DescribeResponse(heartbeat=self._heart.message(), settings=shown)
+
+    def _require_ready(self) -> None:
+        if self._heart.phase == pb.PHASE_WARMING:
+            raise Unavailable("this replica is warming up", reason="WARMING", retry_after_s=1.0)

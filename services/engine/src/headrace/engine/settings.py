@@ -1,0 +1,62 @@
+"""What an engine process is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.base.settings import knob
+from headrace.engine.worker.config import BackendName, WorkerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """One replica of one bundle."""
+
+    engine_id: str = knob("engine-0", help="id of this replica, stable over restarts")
+    deployment: str = knob("", help="deployment it serves, as gateways name it; empty for an engine used alone")
+    bundle: str = knob("", help="JSON file with the bundle to serve; empty: one is described from --model")
+    model: str = knob("", help="a .gguf file or Hugging Face folder; empty: the bundle's, else the model that ships")
+    backend: BackendName = knob(
+        BackendName.MODEL, help="model, or simulated: deterministic timing and text, no weights"
+    )
+    address: str = knob("127.0.0.1:0", help="host:port to listen on; port 0 takes a free one")
+    advertise: str = knob("", help="host:port others reach it at; empty: the bound address")
+    metrics_address: str = knob("127.0.0.1:0", help="host:port of the Prometheus endpoint")
+    redis_url: str | None = knob(None, help="Redis for heartbeats; empty: none are sent", env="HEADRACE_REDIS_URL")
+    otlp_endpoint: str | None = knob(None, help="host:port for spans", env="HEADRACE_OTLP_ENDPOINT")
+    max_num_seqs: int = knob(32, help="most sequences in one step", least=1, most=4096)
+    max_num_batched_tokens: int = knob(512, help="most tokens computed in one step", least=1)
+    enable_chunked_prefill: bool = knob(True, help="split long prompts over steps, so that running answers go on")
+    max_waiting: int = knob(256, help="sequences that may wait; one more is refused with QUEUE_FULL", least=1)
+    kv_cache_memory_bytes: int = knob(512 << 20, help="memory of the KV cache, in bytes", least=1)
+    block_size: int = knob(16, help="tokens per KV block", least=1, most=1024)
+    max_model_len: int = knob(0, help="context limit in tokens; 0: what bundle and KV cache hold", least=0)
+    precision: str = knob("float32", help="float32 or bfloat16, when no bundle says")
+    heartbeat_period_s: float = knob(0.25, help="seconds between heartbeats", least=0.01, most=5)
+    grace_s: float = knob(30.0, help="seconds a drain waits for running answers", least=0)
+    simulate_step_ms: float = knob(1.0, help="simulated: fixed cost of a step", least=0)
+    simulate_prefill_tokens_per_s: float = knob(4000.0, help="simulated: prefill rate", least=1)
+    simulate_itl_ms: float = knob(10.0, help="simulated: inter-token latency at batch 1", least=0)
+    simulate_warm_up_s: float = knob(0.0, help="simulated: time to load", least=0)
+    fault: str = knob("", help="simulated: faults, e.g. die_after_tokens=5,slow=4")
+
+    def worker_config(self, model: str, precision: str, context_limit: int) -> WorkerConfig:
+        """The worker's part; `model`, `precision` and `context_limit` are the bundle's."""
+        return WorkerConfig(
+            backend=self.backend,
+            model=model,
+            precision=precision,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            max_waiting=self.max_waiting,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            context_limit=context_limit,
+            simulate_step_ms=self.simulate_step_ms,
+            simulate_prefill_tokens_per_s=self.simulate_prefill_tokens_per_s,
+            simulate_itl_ms=self.simulate_itl_ms,
+            simulate_warm_up_s=self.simulate_warm_up_s,
+            fault=self.fault,
+        )

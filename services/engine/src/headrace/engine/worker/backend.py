@@ -1,0 +1,44 @@
+"""What the worker asks of a model: one call per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace.engine.core.sampling_plan import SamplingPlan
+from headrace.engine.core.step import SequenceSlice
+
+__all__ = ["Backend", "SamplingPlan", "SequenceSlice"]
+
+
+class Backend(Protocol):
+    """A model with its KV cache. Only the worker's single thread calls it.
+
+    A backend raises StartError when it cannot be made (a missing file, too little memory for one block); any other
+    exception, then or later, ends the worker.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer unless the plan ignores them."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens, prompt and answer together, that the model can compute."""
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that `kv_cache_memory_bytes` pays for, at least 1; block ids are 0 to num_blocks - 1."""
+
+    def warm_up(self) -> None:
+        """Run everything once that is slow the first time. The KV cache's content does not matter yet."""
+
+    def execute(self, slices: Sequence[SequenceSlice]) -> list[int]:
+        """Compute the slices; the next token of each slice with `samples`, in the order of the slices.
+
+        The result is a function of each slice alone: never of its neighbours, nor of where chunks were cut.
+        """

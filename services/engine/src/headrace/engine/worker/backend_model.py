@@ -1,0 +1,116 @@
+"""The backend that runs a real model: plain torch on the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+# libgomp reads this once, when torch loads it. By default its threads spin for milliseconds at the end of each of the
+# hundreds of parallel regions of a step. That is fine on an idle machine; next to one busy process on two cores a step
+# of 32 sequences then goes from 0.14 to 0.6 s, with a p90 of 3.9 s. At 1000 spins it is 0.16 and 0.27 s; without any
+# spinning (OMP_WAIT_POLICY=passive) the idle machine loses a third.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import torch
+
+from headrace.base.errors import StartError
+from headrace.engine.core.sampling_plan import SamplingPlan
+from headrace.engine.core.step import SequenceSlice
+from headrace.engine.layers.sampler import sample
+from headrace.engine.models.llama import Llama
+from headrace.engine.models.loader import load_model
+from headrace.engine.worker.backend import Backend
+from headrace.engine.worker.config import WorkerConfig
+
+# Enough rows for the many-row products, few enough to stay near 0.1 s on two cores.
+WARM_UP_TOKENS = 32
+
+
+def load_model_backend(config: WorkerConfig) -> Backend:
+    """Load the model that `config` names; StartError when it cannot be loaded or its KV memory holds no block.
+
+    Sets this process's torch threads to the cores it may use, and flushes denormals to zero: activations near zero
+    would otherwise take a hundred times as long.
+    """
+    # Before the first parallel operation: threads of the pool inherit the mode of the thread that starts them.
+    torch.set_flush_denormal(True)
+    # Conversion is memory-bound and made of many short operations: alone it takes 0.3 s with one thread and 0.2 s with
+    # two, but two of them beside a busy process took up to 12 s. Starting processes are never alone.
+    torch.set_num_threads(1)
+    model = load_model(Path(config.model), config.precision)
+    torch.set_num_threads(usable_cores())
+    return ModelBackend(model, config)
+
+
+class ModelBackend:
+    """See Backend."""
+
+    def __init__(self, model: Llama, config: WorkerConfig) -> None:
+        self._model = model
+        self._block_size = config.block_size
+        self._num_blocks = config.kv_cache_memory_bytes // block_bytes(model, config.block_size)
+        if self._num_blocks < 1:
+            raise StartError(
+                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} holds no block of {config.block_size} tokens:"
+                f" give at least {block_bytes(model, config.block_size)}"
+            )
+        self._cache = model.new_cache(self._num_blocks * config.block_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """See Backend."""
+        return self._model.config.vocab_size
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """See Backend."""
+        return self._model.config.eos_ids
+
+    @property
+    def max_model_len(self) -> int:
+        """See Backend: the context the model was made for."""
+        return self._model.config.max_position
+
+    @property
+    def num_blocks(self) -> int:
+        """See Backend."""
+        return self._num_blocks
+
+    def warm_up(self) -> None:
+        """See Backend: a prefill, then a sampled decode, in block 0 and those after it."""
+        room = min(WARM_UP_TOKENS + 1, self._num_blocks * self._block_size, self.max_model_len)
+        plan = SamplingPlan(max_tokens=1, temperature=1.0, top_k=2, top_p=0.5)
+        table = range(-(-room // self._block_size))
+        for start, count in ((0, max(1, room - 1)), (room - 1, 1)):
+            self.execute([
+                SequenceSlice(
+                    sequence_id=0, token_ids=[0] * count, start=start, block_table=table, samples=True, plan=plan
+                )
+            ])  # fmt: skip
+
+    def execute(self, slices: Sequence[SequenceSlice]) -> list[int]:
+        """See Backend. Results agree across batches and chunks up to float noise: a near-tie may fall either way."""
+        if not slices:
+            return []
+        with torch.inference_mode():
+            logits = self._model.forward(slices, self._cache, self._block_size)
+            return sample(logits, [(s.plan, s.start + len(s.token_ids)) for s in slices if s.samples])
+
+
+def block_bytes(model: Llama, block_size: int) -> int:
+    """Bytes of one block of `block_size` tokens: keys and values of all layers."""
+    return 2 * model.config.num_layers * model.config.kv_size * block_size * model.dtype.itemsize
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores this process may use at once: its affinity, or a container's quota if that is less (at least 1).
+
+    More threads than that wait for each other's time slices at every layer (vllm#10971).
+    """
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = cgroup.read_text().split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup v2 here
+        return cores

@@ -1,0 +1,177 @@
+"""The gRPC shell's side of the worker process: start it, feed it, hear from it, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from headrace.base.deadline import Deadline
+from headrace.base.errors import StartError
+from headrace.engine.core.sampling_plan import SamplingPlan
+from headrace.engine.worker.config import WorkerConfig
+from headrace.engine.worker.messages import (
+    HEADER_BYTES,
+    Abort,
+    Command,
+    Configure,
+    Failed,
+    Report,
+    StartFailed,
+    StepEvent,
+    Submit,
+    WorkerReady,
+    decode,
+    encode,
+    payload_bytes,
+)
+
+__all__ = ["StepEvent", "WorkerClient", "WorkerConfig", "WorkerDied", "WorkerReady"]
+
+_EXIT_S = 5.0
+
+
+class WorkerDied(Exception):
+    """The worker process ended by itself; the text says how, with the worker's own words if it had any."""
+
+
+class WorkerClient:
+    """One worker process. Every method belongs to the event loop that called `start`.
+
+    Call `start` from the process's main thread: the kernel ends the worker when the thread that started it ends.
+    """
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._stopping = False
+        self._last_id = 0
+
+    async def start(self, config: WorkerConfig, *, timeout_s: float = 300.0) -> WorkerReady:
+        """Start the worker and wait until it has warmed up.
+
+        StartError with the worker's own words when it cannot start, or when `timeout_s` passes; the process is gone
+        then.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._spawn()
+                self._send(Configure(config=config))
+                report = await self._receive()
+        except TimeoutError:
+            await self.stop(grace_s=0.0)
+            raise StartError(f"the engine's worker was not ready after {timeout_s:g} s") from None
+        except WorkerDied as death:
+            await self.stop(grace_s=0.0)
+            raise StartError(str(death)) from None
+        except asyncio.CancelledError:
+            await self.stop(grace_s=0.0)
+            raise
+        if isinstance(report, WorkerReady):
+            return report
+        await self.stop()
+        raise StartError(report.text if isinstance(report, StartFailed) else f"the engine's worker sent {report!r}")
+
+    @property
+    def pid(self) -> int:
+        """The worker's process id."""
+        if self._process is None:
+            raise RuntimeError("the worker has not been started")
+        return self._process.pid
+
+    def submit(self, token_ids: Sequence[int], plan: SamplingPlan, *, deadline: Deadline) -> int:
+        """Hand over a sequence and return its id, counted from 1. Never waits and never refuses.
+
+        A submission the engine cannot serve (empty, out of the vocabulary, too long, queue full, bad sampling values)
+        comes back as a Finish with reason ERROR and a Problem. `plan.max_tokens` is capped to the context.
+        """
+        self._last_id += 1
+        self._send(
+            Submit(
+                sequence_id=self._last_id,
+                token_ids=list(token_ids),
+                plan=plan,
+                arrived_at=time.monotonic(),
+                deadline_at=deadline.at,
+            )
+        )
+        return self._last_id
+
+    def abort(self, sequence_id: int) -> None:
+        """End a sequence within one step; a Finish with reason CANCELLED follows unless it has already finished."""
+        self._send(Abort(sequence_id=sequence_id))
+
+    async def events(self) -> AsyncIterator[StepEvent]:
+        """Every event from now on, for one reader; ends after `stop`, raises WorkerDied if the process dies by itself.
+
+        A reader that lags holds the worker back (the socket fills), it never loses an event.
+        """
+        while True:
+            try:
+                report = await self._receive()
+            except WorkerDied:
+                if self._stopping:
+                    return
+                raise
+            if isinstance(report, StepEvent):
+                yield report
+
+    async def stop(self, *, grace_s: float = 2.0) -> None:
+        """End the worker now, whatever it is doing; sequences still in it are forgotten. May be called twice.
+
+        It exits by itself after the step it is in; after `grace_s` it is killed.
+        """
+        self._stopping = True
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is None:
+            return
+        try:
+            await asyncio.wait_for(self._process.wait(), grace_s)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "headrace.engine.worker", str(theirs.fileno()), str(os.getpid())),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                # A terminal's Ctrl-C goes to the shell's whole group; the shell drains, and the worker must still work.
+                start_new_session=True,
+            )
+
+    def _send(self, command: Command) -> None:
+        if self._writer is None:
+            raise RuntimeError("the worker has not been started")
+        self._writer.write(encode(command))
+
+    async def _receive(self) -> Report:
+        """The next report; WorkerDied when there is none to come."""
+        assert self._reader is not None
+        try:
+            header = await self._reader.readexactly(HEADER_BYTES)
+            report = decode(await self._reader.readexactly(payload_bytes(header)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise WorkerDied(await self._how_it_ended()) from None
+        if isinstance(report, Failed):
+            raise WorkerDied(f"the engine's worker failed: {report.text}")
+        return report  # type: ignore[return-value]  # the worker sends reports only
+
+    async def _how_it_ended(self) -> str:
+        assert self._process is not None
+        try:
+            code = await asyncio.wait_for(self._process.wait(), _EXIT_S)
+        except TimeoutError:
+            return f"the engine's worker (pid {self._process.pid}) closed its socket and still runs"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return f"the engine's worker (pid {self._process.pid}) {how}"

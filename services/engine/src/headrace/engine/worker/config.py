@@ -1,0 +1,39 @@
+"""Everything a worker process is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class BackendName(StrEnum):
+    """Which backend a worker runs."""
+
+    MODEL = "model"
+    SIMULATED = "simulated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Settings of one worker: plain values only, they cross to the worker's process.
+
+    `max_model_len` 0 takes the longest sequence that both the model and its KV cache hold. `fault` and the
+    `simulate_*` values are the simulated backend's: see `headrace.engine.simulated`.
+    """
+
+    backend: BackendName = BackendName.MODEL
+    model: str = ""  # path of the model file or folder; the simulated backend reads none
+    precision: str = "float32"
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    enable_chunked_prefill: bool = True
+    max_waiting: int = 256  # sequences that may wait for their first step; one more is refused
+    kv_cache_memory_bytes: int = 256 << 20
+    block_size: int = 16
+    max_model_len: int = 0
+    context_limit: int = 0  # the bundle's: no sequence is longer, even if the model could; 0 when there is none
+    simulate_step_ms: float = 1.0
+    simulate_prefill_tokens_per_s: float = 4000.0
+    simulate_itl_ms: float = 10.0
+    simulate_warm_up_s: float = 0.0
+    fault: str = ""

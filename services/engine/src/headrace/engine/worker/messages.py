@@ -1,0 +1,131 @@
+"""What crosses the socket between the gRPC shell and its worker, and how.
+
+A frame is a length (4 bytes, little-endian) and one message, pickled. Pickle is safe here and only here: both ends are
+our own code in the same interpreter, and nobody else can reach a socket pair. Instants are CLOCK_MONOTONIC seconds,
+which all processes of a machine share.
+
+The shell sends Configure once, then Submit and Abort; closing its end stops the worker. The worker sends WorkerReady or
+StartFailed once, then one StepEvent per step, and Failed before it dies of an exception.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from headrace.engine.core.finish import Finish
+from headrace.engine.core.load import Load
+from headrace.engine.core.sampling_plan import SamplingPlan
+from headrace.engine.core.step import Hold
+from headrace.engine.worker.config import WorkerConfig
+
+_LENGTH = struct.Struct("<I")
+HEADER_BYTES = _LENGTH.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configure:
+    """The first message to a worker."""
+
+    config: WorkerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Start a sequence."""
+
+    sequence_id: int
+    token_ids: Sequence[int]
+    plan: SamplingPlan
+    arrived_at: float
+    deadline_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """End a sequence."""
+
+    sequence_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReady:
+    """What a started, warmed-up worker says of itself."""
+
+    vocab_size: int
+    eos_ids: frozenset[int]
+    max_model_len: int
+    block_size: int
+    load: Load  # total_blocks, and the rates its warm-up measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFailed:
+    """The worker cannot start; the text is for the operator."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The worker is about to die of an exception, which the text names."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvent:
+    """One step's news in columns: ``sequence_ids[i]`` emitted ``token_ids[i]``, each sequence at most once.
+
+    A sequence's last token and its finish come in the same event; after the finish its id is never heard of again.
+    Events without tokens or finishes still carry a fresh `load`. `hold` is why the first waiting sequence still waits,
+    None when none does; `preemptions` is how many sequences lost their blocks in this step.
+    """
+
+    sequence_ids: Sequence[int]
+    token_ids: Sequence[int]
+    finishes: tuple[Finish, ...]
+    load: Load
+    hold: Hold | None = None
+    preemptions: int = 0
+
+
+Command = Configure | Submit | Abort
+Report = WorkerReady | StartFailed | Failed | StepEvent
+
+
+def encode(message: Command | Report) -> bytes:
+    """The message as one frame."""
+    payload = pickle.dumps(message, protocol=5)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def decode(payload: bytes) -> Command | Report:
+    """The message of one frame's payload."""
+    message: Command | Report = pickle.loads(payload)
+    return message
+
+
+def payload_bytes(header: bytes) -> int:
+    """How long the payload is that follows this header."""
+    return int(_LENGTH.unpack(header)[0])
+
+
+class FrameBuffer:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Command | Report]:
+        """The messages that `data` completes."""
+        self._bytes += data
+        while len(self._bytes) >= HEADER_BYTES:
+            end = HEADER_BYTES + payload_bytes(bytes(self._bytes[:HEADER_BYTES]))
+            if len(self._bytes) < end:
+                return
+            payload = bytes(self._bytes[HEADER_BYTES:end])
+            del self._bytes[:end]
+            yield decode(payload)

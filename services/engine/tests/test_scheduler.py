@@ -1,0 +1,320 @@
+"""What the scheduler decides, step by step, with the real block pool and a clock of its own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from headrace.engine.core.block_pool import BlockPool
+from headrace.engine.core.finish import ErrorReason, Finish, FinishReason
+from headrace.engine.core.load import Rates, load
+from headrace.engine.core.request import Sequence, State
+from headrace.engine.core.sampling_plan import SamplingPlan
+from headrace.engine.core.scheduler import BatchLimits, Scheduler
+from headrace.engine.core.step import Hold, StepPlan
+from headrace.engine.simulated.backend import SimulatedBackend
+from headrace.engine.worker.config import WorkerConfig
+
+
+class Bench:
+    """A scheduler, a backend that takes no time, and everything that came out of them."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 64,
+        block_size: int = 4,
+        seqs: int = 8,
+        budget: int = 64,
+        chunked: bool = True,
+        waiting: int = 16,
+    ) -> None:
+        self.pool = BlockPool(blocks, block_size)
+        limits = BatchLimits(
+            max_num_seqs=seqs, max_num_batched_tokens=budget, enable_chunked_prefill=chunked, max_waiting=waiting
+        )
+        self.scheduler = Scheduler(limits, self.pool, frozenset({2}))
+        self.backend = SimulatedBackend(
+            WorkerConfig(
+                block_size=block_size,
+                kv_cache_memory_bytes=46_080 * block_size * blocks,
+                simulate_step_ms=0.0,
+                simulate_itl_ms=0.0,
+                simulate_prefill_tokens_per_s=math.inf,
+            )
+        )
+        self.now = 0.0
+        self.tokens: dict[int, list[int]] = {}
+        self.finishes: dict[int, Finish] = {}
+
+    def submit(self, id: int, prompt: int, max_tokens: int = 4, *, deadline_at: float = math.inf) -> Sequence:
+        sequence = Sequence(
+            id=id,
+            token_ids=[1000 * id + i for i in range(prompt)],
+            prompt_length=prompt,
+            plan=SamplingPlan(max_tokens=max_tokens),
+            arrived_at=self.now,
+            deadline_at=deadline_at,
+        )
+        self.tokens[id] = []
+        self.collect(self.scheduler.submit(sequence, self.now))
+        return sequence
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule(self.now)
+        outcome = self.scheduler.update(plan, self.backend.execute(plan.slices), self.now)
+        for id, token in zip(outcome.sequence_ids, outcome.token_ids, strict=True):
+            self.tokens[id].append(token)
+        self.collect(*plan.expired, *outcome.finishes)
+        self.scheduler.check()
+        self.now += 1.0
+        return plan
+
+    def collect(self, *finishes: Finish | None) -> None:
+        for finish in finishes:
+            if finish is not None:
+                assert finish.sequence_id not in self.finishes
+                self.finishes[finish.sequence_id] = finish
+
+    def run(self) -> None:
+        while self.scheduler.running or self.scheduler.waiting:
+            self.step()
+
+
+def shape(plan: StepPlan) -> dict[int, int]:
+    """Tokens per sequence in a step."""
+    return {piece.sequence_id: len(piece.token_ids) for piece in plan.slices}
+
+
+def alone(prompt: int, max_tokens: int, id: int) -> list[int]:
+    bench = Bench(blocks=256)
+    bench.submit(id, prompt, max_tokens)
+    bench.run()
+    return bench.tokens[id]
+
+
+def test_the_batch_trace() -> None:
+    """A and B prefill together, C waits for A's place, and its chunk takes what B's decode leaves of the budget."""
+    a, b, c = 1, 2, 3
+    bench = Bench(seqs=2, budget=8)
+    bench.submit(a, 4, max_tokens=2)
+    bench.submit(b, 4, max_tokens=10)
+    bench.submit(c, 12)
+
+    first = bench.step()
+    assert (shape(first), first.hold) == ({a: 4, b: 4}, Hold.SEQUENCES)
+    second = bench.step()
+    assert (shape(second), second.decodes, second.hold) == ({a: 1, b: 1}, 2, Hold.SEQUENCES)
+    assert bench.finishes[a].reason is FinishReason.LENGTH
+    third = bench.step()
+    assert (shape(third), third.admitted, third.hold) == ({b: 1, c: 7}, (c,), None)
+    assert bench.tokens[c] == []
+    assert shape(bench.step()) == {b: 1, c: 5}
+    assert len(bench.tokens[c]) == 1
+
+
+def test_a_chunk_ends_at_the_budget_and_only_the_last_one_samples() -> None:
+    bench = Bench(budget=8)
+    bench.submit(1, 20, max_tokens=1)
+    plans = [bench.step() for _ in range(3)]
+    assert [(p.slices[0].start, len(p.slices[0].token_ids), p.slices[0].samples) for p in plans] == [
+        (0, 8, False),
+        (8, 8, False),
+        (16, 4, True),
+    ]
+    assert bench.finishes[1].prefill_chunks == 3
+
+
+def test_decodes_go_on_every_step_while_a_long_prompt_is_prefilled() -> None:
+    bench = Bench(blocks=256, budget=8)
+    bench.submit(1, 2, max_tokens=100)
+    bench.submit(2, 3, max_tokens=100)
+    bench.step()
+    bench.submit(3, 120)
+    for step in range(1, 20):
+        assert shape(bench.step()) == {1: 1, 2: 1, 3: 6}
+        assert (len(bench.tokens[1]), len(bench.tokens[2])) == (step + 1, step + 1)
+
+
+def test_without_chunks_a_prompt_waits_for_a_step_that_holds_all_of_it() -> None:
+    bench = Bench(budget=8, chunked=False)
+    bench.submit(1, 5, max_tokens=2)
+    bench.submit(2, 6)
+    first = bench.step()
+    assert (shape(first), first.hold) == ({1: 5}, Hold.TOKENS)
+    assert shape(bench.step()) == {1: 1, 2: 6}
+
+
+def test_nobody_overtakes_the_head_of_the_queue() -> None:
+    bench = Bench(blocks=8)
+    bench.submit(1, 16, max_tokens=8)
+    bench.step()
+    bench.submit(2, 16, max_tokens=8)
+    bench.submit(3, 1, max_tokens=1)
+    plan = bench.step()
+    assert (plan.admitted, plan.hold) == ((), Hold.BLOCKS)
+
+
+def test_a_sequence_that_the_cache_can_never_hold_is_refused() -> None:
+    bench = Bench(blocks=4)
+    bench.submit(1, 10, max_tokens=7)
+    problem = bench.finishes[1].problem
+    assert problem is not None
+    assert (problem.reason, problem.field) == (ErrorReason.CACHE_EXCEEDED, "sampling.max_tokens")
+    assert bench.submit(2, 10, max_tokens=6).state is State.WAITING
+
+
+def test_one_too_many_in_the_queue_is_refused_as_queue_full() -> None:
+    bench = Bench(waiting=2)
+    for id in (1, 2, 3):
+        bench.submit(id, 4)
+    problem = bench.finishes[3].problem
+    assert problem is not None
+    assert problem.reason is ErrorReason.QUEUE_FULL
+    bench.run()
+    assert [bench.finishes[id].reason for id in (1, 2)] == [FinishReason.LENGTH] * 2
+
+
+def test_admission_beside_others_leaves_a_block_for_them_and_alone_takes_all() -> None:
+    bench = Bench(blocks=4)
+    bench.submit(1, 4, max_tokens=8)
+    bench.step()
+    bench.submit(2, 12, max_tokens=1)
+    assert bench.step().hold is Hold.BLOCKS  # 1 holds two blocks now, three would be needed
+    bench.scheduler.abort(1, bench.now)
+    bench.submit(3, 1, max_tokens=1)
+    plan = bench.step()
+    assert (plan.admitted, plan.hold) == ((2,), Hold.BLOCKS)  # 3 would take the last block
+
+
+def test_when_blocks_run_out_the_newest_gives_way_and_comes_back_first() -> None:
+    bench = Bench(blocks=7)
+    for id in (1, 2, 3):
+        bench.submit(id, 8, max_tokens=8)
+    bench.step()  # three times two blocks and one to spare
+    bench.submit(4, 1, max_tokens=1)
+    plan = bench.step()
+    assert (plan.preempted, plan.hold, plan.admitted) == ((3,), Hold.PREEMPTED, ())
+    assert shape(plan) == {1: 1, 2: 1}
+    assert [s.id for s in bench.scheduler.waiting] == [3, 4]
+
+
+def test_the_newest_itself_gives_way_when_it_is_the_one_that_needs_a_block() -> None:
+    bench = Bench(blocks=5, block_size=4)
+    bench.submit(1, 8, max_tokens=4)
+    bench.submit(2, 7, max_tokens=8)
+    bench.step()
+    plan = bench.step()  # 1 takes the last free block, 2 fills its second
+    assert (shape(plan), plan.preempted) == ({1: 1, 2: 1}, ())
+    plan = bench.step()
+    assert (shape(plan), plan.preempted) == ({1: 1}, (2,))
+
+
+@pytest.mark.parametrize("blocks", [6, 7, 9, 13])
+def test_preemption_changes_no_token_and_no_count(blocks: int) -> None:
+    bench = Bench(blocks=blocks, budget=8)
+    for id in range(1, 7):
+        bench.submit(id, 3 + id, max_tokens=12)
+    bench.run()
+    assert sum(f.preemptions for f in bench.finishes.values()) > 0
+    for id in range(1, 7):
+        assert bench.tokens[id] == alone(3 + id, 12, id)
+    assert bench.pool.free_blocks == blocks
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 5], ids=["waiting", "prefilling", "first token", "decoding"])
+def test_an_abort_frees_everything_at_once_in_any_state(steps: int) -> None:
+    bench = Bench(budget=8)
+    bench.submit(1, 20, max_tokens=30)
+    for _ in range(steps):
+        bench.step()
+    finish = bench.scheduler.abort(1, bench.now)
+    assert finish is not None
+    assert finish.reason is FinishReason.CANCELLED
+    assert finish.problem is not None
+    assert finish.problem.reason is ErrorReason.CANCELLED
+    assert bench.pool.free_blocks == 64
+    assert bench.step().slices == ()
+
+
+def test_an_abort_while_preempted_leaves_nothing_behind() -> None:
+    bench = Bench(blocks=7)
+    for id in (1, 2, 3):
+        bench.submit(id, 8, max_tokens=8)
+    bench.step()
+    assert bench.step().preempted == (3,)
+    assert bench.scheduler.abort(3, bench.now) is not None
+    bench.run()
+    assert set(bench.finishes) == {1, 2}
+    assert bench.pool.free_blocks == 7
+
+
+def test_an_abort_during_a_step_drops_the_steps_token() -> None:
+    bench = Bench()
+    bench.submit(1, 4)
+    bench.submit(2, 4)
+    plan = bench.scheduler.schedule(0.0)
+    assert bench.scheduler.abort(1, 0.0) is not None
+    outcome = bench.scheduler.update(plan, bench.backend.execute(plan.slices), 0.0)
+    assert list(outcome.sequence_ids) == [2]
+    assert list(outcome.token_ids) == alone(4, 1, 2)
+    bench.scheduler.check()
+
+
+def test_aborting_what_is_not_there_is_nothing() -> None:
+    bench = Bench()
+    bench.submit(1, 4, max_tokens=1)
+    bench.run()
+    assert bench.scheduler.abort(1, 9.0) is None
+    assert bench.scheduler.abort(77, 9.0) is None
+
+
+def test_a_waiting_sequence_past_its_deadline_is_dropped_before_prefill() -> None:
+    bench = Bench(seqs=1)
+    bench.submit(1, 4, max_tokens=5)
+    bench.submit(2, 4, deadline_at=3.0)
+    for _ in range(4):
+        plan = bench.step()
+    assert [f.sequence_id for f in plan.expired] == [2]
+    finish = bench.finishes[2]
+    assert finish.problem is not None
+    assert (finish.reason, finish.problem.reason) == (FinishReason.CANCELLED, ErrorReason.DEADLINE_EXCEEDED)
+    assert (finish.queue_ms, finish.prefill_chunks, bench.tokens[2]) == (3000.0, 0, [])
+
+
+def test_a_running_sequence_past_its_deadline_stops_and_frees_its_blocks() -> None:
+    bench = Bench()
+    bench.submit(1, 4, max_tokens=50, deadline_at=2.0)
+    bench.step()
+    bench.step()
+    assert bench.scheduler.next_deadline() == 2.0
+    assert bench.step().slices == ()
+    assert bench.pool.free_blocks == 64
+    assert bench.scheduler.next_deadline() == math.inf
+
+
+def test_times_in_the_finish_record_are_those_of_the_steps() -> None:
+    bench = Bench(seqs=1, budget=8)
+    bench.submit(1, 4, max_tokens=2)
+    bench.submit(2, 20, max_tokens=1)
+    bench.run()
+    finish = bench.finishes[2]  # waits through steps 0 and 1, prefills in 2, 3 and 4
+    assert (finish.queue_ms, finish.prefill_ms, finish.prefill_chunks) == (2000.0, 2000.0, 3)
+
+
+def test_the_load_counts_waiting_prompts_and_chunks_still_to_come() -> None:
+    bench = Bench(seqs=2, budget=8)
+    bench.submit(1, 2, max_tokens=9)
+    bench.submit(2, 20)
+    bench.submit(3, 11)
+    bench.step()  # 2 tokens of 1, 6 of 2
+    now = load(bench.scheduler, Rates())
+    assert (now.waiting, now.running, now.waiting_prefill_tokens) == (1, 2, 14 + 11)
+    assert (now.free_blocks, now.total_blocks) == (64 - 1 - 5, 64)
+    assert (now.prefill_tokens_per_s, now.itl_ms) == (None, None)
+
+
+def test_a_step_too_small_for_all_running_decodes_cannot_be_configured() -> None:
+    with pytest.raises(ValueError, match="max_num_seqs=9 must be from 1 to max_num_batched_tokens=8"):
+        BatchLimits(max_num_seqs=9, max_num_batched_tokens=8, enable_chunked_prefill=True, max_waiting=1)
