@@ -99,7 +99,7 @@ def test_the_launchers_death_drains_like_a_signal(tmp_path: Path) -> None:
 
 def test_a_refused_start_is_one_line_and_status_one(tmp_path: Path) -> None:
     status, out, err = end(start(tmp_path, "--mode", "refuse"))
-    assert (status, out, err) == (1, "", "headrace demo: no room: free some\n")
+    assert (status, out, err) == (1, "drained\n", "headrace demo: no room: free some\n"), "what had started is released"
 
 
 @pytest.mark.parametrize("mode", ["fail", "return"])

@@ -151,7 +151,7 @@ async def test_deadline_and_ids_reach_the_handler(stack: Any) -> None:
         )
     call = routing.seen[-1]
     assert call.request_id == "r-1"
-    assert 6 < call.deadline.remaining_s() <= 7
+    assert 5 < call.deadline.remaining_s() < 7.5  # the wire rounds up
     assert format(span.get_span_context().trace_id, "032x") in call.traceparent
 
 

@@ -67,7 +67,7 @@ def answer(backend: Backend, prompt: list[int], plan: SamplingPlan, count: int) 
 
 
 def test_the_backend_tells_what_the_model_is_and_what_the_memory_holds(backend: Backend) -> None:
-    assert (backend.vocab_size, backend.max_model_len, backend.eos_ids) == (49_152, 8_192, {2})
+    assert (backend.vocab_size, backend.max_model_len, backend.eos_ids) == (49_152, 8_192, frozenset({2}))
     assert backend.num_blocks == 40
 
 

@@ -83,7 +83,11 @@ class Attached:
 
 async def start(**settings: Any) -> Shell:
     app = EngineApp(EngineSettings(backend=BackendName.SIMULATED, simulate_itl_ms=5, **settings))
-    await app.start()
+    try:
+        await app.start()
+    except StartError:
+        await app.drain()
+        raise
     return Shell(app, Peer(app.address))
 
 

@@ -21,6 +21,8 @@ S = TypeVar("S")
 LIFELINE_ENV = "HEADRACE_LIFELINE_FD"
 """Inherited read end of a pipe whose only write end the launcher holds: end of file means it died."""
 
+RELEASE_WITHIN_S = 10.0
+
 
 class App(Protocol):
     """A service: three phases, each awaited once, in this order."""
@@ -32,7 +34,7 @@ class App(Protocol):
         """Work until cancelled; returning or raising ends the process with a non-zero status."""
 
     async def drain(self) -> None:
-        """Finish or hand back what is in hand, then release everything; bounded in time."""
+        """Finish or hand back what is in hand, then release everything; bounded in time. Also after a failed start."""
 
 
 def run(
@@ -65,7 +67,11 @@ async def _live(service: str, app_type: Callable[[S], App], values: S) -> int:
     if not await _first(starting, stop):
         await _cancel(starting)
         return await _drain(service, app, hurry, 0)
-    await starting
+    try:
+        await starting
+    except StartError:
+        await _release(service, app)
+        raise
     running = asyncio.ensure_future(app.run())
     status = 0
     if await _first(running, stop):
@@ -74,6 +80,14 @@ async def _live(service: str, app_type: Callable[[S], App], values: S) -> int:
         log.error("service_failed", service=service, exc_info=error)
     await _cancel(running)
     return await _drain(service, app, hurry, status)
+
+
+async def _release(service: str, app: App) -> None:
+    """Guard 2 of 3: let go of what had started before the start failed; that failure is the one to report."""
+    try:
+        await asyncio.wait_for(app.drain(), RELEASE_WITHIN_S)
+    except Exception as error:
+        log.warning("release_failed", service=service, exc_info=error)
 
 
 async def _first(work: asyncio.Future[None], stop: asyncio.Event) -> bool:

@@ -2,8 +2,9 @@
 
 A draw adds Gumbel noise to the scaled logits and takes the largest (the Gumbel-max trick: an exact sample from the
 softmax). Noise is a hash, not a generator's next number, so neither the batch nor a preemption nor a migration can
-change an answer. It is hashed only for the tokens that top_k and top_p keep, and the vocabulary is never sorted: on 2
-cores full-vocabulary noise of torch's generator takes 30 ms per step of 32 rows, and a sort 65 ms.
+change an answer. It is hashed only for the tokens that top_k and top_p keep, and these are found by partial selection.
+Measured per row of 49,152 on one core, against torch: all of the noise 0.17 ms (0.9), the likeliest 1024 in order
+0.03 ms (0.24), the whole row in order 0.08 ms (2.9): numpy has AVX512 and AVX2 code for selection, torch has not.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ FIRST_NUCLEUS = 128
 
 _MASK64 = (1 << 64) - 1
 Draw = tuple[SamplingPlan, int]
+Floats = NDArray[np.float32]
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
@@ -35,11 +37,11 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     for row, (plan, position) in enumerate(draws):
         if plan.temperature > 0 and plan.top_k != 1:
-            tokens[row] = _draw(logits[row], plan, position)
+            tokens[row] = _draw(logits[row].numpy(), plan, position)
     return tokens
 
 
-def gumbel(seed: int, position: int, tokens: NDArray[np.uint32]) -> NDArray[np.float32]:
+def gumbel(seed: int, position: int, tokens: NDArray[np.uint32]) -> Floats:
     """Standard Gumbel noise for `tokens` at `position`, a pure function of the three.
 
     32 hashed bits give a uniform v in (0, 1); -log1p(-v) is then exponential, and exact where v is small. So the
@@ -49,50 +51,52 @@ def gumbel(seed: int, position: int, tokens: NDArray[np.uint32]) -> NDArray[np.f
     key = _mix64(_mix64(seed & _MASK64) ^ (position & _MASK64))
     bits = _mix32(_mix32(tokens * np.uint32(0x9E3779B1) ^ np.uint32(key >> 32)) ^ np.uint32(key & 0xFFFFFFFF))
     uniform = (bits.astype(np.float64) + 0.5) * 2.0**-32
-    noise: NDArray[np.float32] = (-np.log(-np.log1p(-uniform))).astype(np.float32)
+    noise: Floats = (-np.log(-np.log1p(-uniform))).astype(np.float32)
     return noise
 
 
-def _draw(row: Tensor, plan: SamplingPlan, position: int) -> int:
-    scaled = (row - row.max()) / max(plan.temperature, LEAST_TEMPERATURE)  # at most 0: nothing can overflow
+def _draw(row: Floats, plan: SamplingPlan, position: int) -> int:
+    scaled = (row - row.max()) / np.float32(max(plan.temperature, LEAST_TEMPERATURE))  # at most 0: nothing overflows
     least = _least_kept(scaled, plan)
     if least is None:
-        noise = gumbel(plan.seed, position, np.arange(len(row), dtype=np.uint32))
-        return int((scaled.numpy() + noise).argmax())
-    kept = (scaled >= least).nonzero().squeeze(1)
-    noise = gumbel(plan.seed, position, kept.numpy().astype(np.uint32))
-    return int(kept[int((scaled[kept].numpy() + noise).argmax())])
+        return int((scaled + gumbel(plan.seed, position, np.arange(len(row), dtype=np.uint32))).argmax())
+    kept = (scaled >= least).nonzero()[0]
+    return int(kept[(scaled[kept] + gumbel(plan.seed, position, kept.astype(np.uint32))).argmax()])
 
 
-def _least_kept(scaled: Tensor, plan: SamplingPlan) -> float | None:
+def _least_kept(scaled: Floats, plan: SamplingPlan) -> np.float32 | None:
     """The lowest scaled logit that top_k and top_p keep; None when they keep every token."""
     limited = 0 < plan.top_k < len(scaled)
     if plan.top_p >= 1:
-        return float(scaled.topk(plan.top_k).values[-1]) if limited else None
+        return _likeliest(scaled, plan.top_k)[-1] if limited else None
     if limited:
-        return _nucleus_end(scaled.topk(plan.top_k).values, plan.top_p, log_mass=None)
-    log_mass = float(scaled.logsumexp(0))
+        kept = _likeliest(scaled, plan.top_k)
+        least = _nucleus_end(kept, plan.top_p * _mass(kept))
+        return kept[-1] if least is None else least
+    mass = plan.top_p * _mass(scaled)
     width = FIRST_NUCLEUS
     while width < len(scaled):
-        least = _nucleus_end(scaled.topk(width).values, plan.top_p, log_mass)
+        least = _nucleus_end(_likeliest(scaled, width), mass)
         if least is not None:
             return least
         width *= 8
-    return _nucleus_end(scaled.topk(len(scaled)).values, plan.top_p, log_mass)
+    return _nucleus_end(np.sort(scaled)[::-1], mass)
 
 
-def _nucleus_end(likeliest: Tensor, top_p: float, log_mass: float | None) -> float | None:
-    """The last of `likeliest` (descending) in the smallest set of mass `top_p`; None when they hold less than that.
+def _likeliest(scaled: Floats, count: int) -> Floats:
+    """The `count` largest, descending."""
+    return np.sort(np.partition(scaled, -count)[-count:])[::-1]
 
-    `log_mass` is that of the whole distribution; None makes `likeliest` the whole of it.
-    """
-    total = float(likeliest.logsumexp(0)) if log_mass is None else log_mass
+
+def _mass(scaled: Floats) -> float:
     # float64, since float32 sums over a whole vocabulary lose the tail that top_p near 1 asks about.
-    reached = (likeliest.double() - total).exp().cumsum(0)
-    before = int((reached < top_p).sum())
-    if before < len(likeliest):
-        return float(likeliest[before])
-    return float(likeliest[-1]) if log_mass is None else None
+    return float(np.exp(scaled).sum(dtype=np.float64))
+
+
+def _nucleus_end(likeliest: Floats, mass: float) -> np.float32 | None:
+    """The last of `likeliest` in the smallest set of at least `mass`; None when they hold less than that."""
+    before = int(np.searchsorted(np.exp(likeliest).cumsum(dtype=np.float64), mass))
+    return likeliest[before] if before < len(likeliest) else None
 
 
 def _mix64(x: int) -> int:
