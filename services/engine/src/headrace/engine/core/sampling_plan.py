@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class ConstraintKind(Enum):
+    """What a constraint's text is."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstraintSpec:
+    """The shape an answer must have: one text, or for CHOICE the allowed texts."""
+
+    kind: ConstraintKind
+    texts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
     """Resolved sampling parameters of one sequence.
 
-    `temperature` 0 is greedy; `top_k` 0 keeps every token; `top_p` 1 keeps every token. Noise is a pure function of
-    (`seed`, position, token), so the answer does not depend on the batch, the chunks, a preemption or a migration.
+    `temperature` 0 is greedy; `top_k` 0 keeps every token; `top_p` 1 and `min_p` 0 keep every token. Noise is a pure
+    function of (`seed`, position, token), so the answer does not depend on the batch, the chunks, a preemption or a
+    migration. `allowed_token_ids` None allows all. `logprobs` and `prompt_logprobs` None ask for none, 0 for the
+    token's own.
     """
 
     max_tokens: int
@@ -20,3 +40,14 @@ class SamplingPlan:
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: frozenset[int] | None = None
+    banned_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    constraint: ConstraintSpec | None = None

@@ -27,6 +27,40 @@ class SequenceSlice:
     block_table: Sequence[int]
     samples: bool
     plan: SamplingPlan
+    # For penalties, min_tokens and grammars: all tokens known so far, and how many of them are the prompt (tokens that
+    # an earlier attempt had already emitted are answer, not prompt). A view of the sequence's own list: read only.
+    known_token_ids: Sequence[int] = ()
+    prompt_length: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likelihood:
+    """A token, the natural logarithm of its probability before temperature, penalties and masks, and its rank from 1."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprobs:
+    """The likelihoods at one position: of the token that stands there, and of the likeliest, likeliest first."""
+
+    token: Likelihood
+    top: tuple[Likelihood, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """What the backend made of one slice.
+
+    `token_id` is set when the slice samples; `logprobs` when its plan asks for them. `prompt_logprobs` are those of the
+    prompt tokens that follow the slice's tokens: entry i belongs to position ``start + i + 1``; empty unless asked for.
+    """
+
+    token_id: int | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 class Hold(Enum):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from headrace.engine.core.sampling_plan import SamplingPlan
-from headrace.engine.core.step import SequenceSlice
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["Backend", "SamplingPlan", "SequenceSlice"]
+from headrace.engine.core.sampling_plan import SamplingPlan
+from headrace.engine.core.step import Computed, SequenceSlice
+
+__all__ = ["Backend", "Computed", "SamplingPlan", "SequenceSlice", "TokenMask"]
+
+TokenMask = NDArray[np.int32]
+"""Bit t % 32 of word t // 32 is set when token t is allowed; ceil(vocabulary / 32) words."""
 
 
 class Backend(Protocol):
@@ -37,8 +43,12 @@ class Backend(Protocol):
     def warm_up(self) -> None:
         """Run everything once that is slow the first time. The KV cache's content does not matter yet."""
 
-    def execute(self, slices: Sequence[SequenceSlice]) -> list[int]:
-        """Compute the slices; the next token of each slice with `samples`, in the order of the slices.
+    def execute(self, slices: Sequence[SequenceSlice], masks: Mapping[int, TokenMask]) -> list[Computed]:
+        """Compute the slices: one result per slice, in their order; it holds a token where the slice samples.
 
-        The result is a function of each slice alone: never of its neighbours, nor of where chunks were cut.
+        `masks` are the tokens that grammars allow next, by sequence id, for some of the slices that sample. The result
+        is a function of each slice and its mask alone: never of its neighbours, nor of where chunks were cut.
         """
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the keys and values of block ``pairs[i][0]`` to block ``pairs[i][1]``, before the next `execute`."""
