@@ -10,7 +10,7 @@ import gguf
 import pytest
 
 from headrace.base.errors import StartError
-from headrace.base.gguf_metadata import read_gguf_metadata
+from headrace.base.gguf_metadata import read_gguf_header, read_gguf_metadata
 
 
 def text(value: str) -> bytes:
@@ -37,6 +37,15 @@ def test_the_shipped_model_reads_as_ggufs_own_reader_reads_it() -> None:
     expected = {k: f.contents() for k, f in gguf.GGUFReader(file).fields.items() if not k.startswith("GGUF.")}
     found = read_gguf_metadata(file)
     assert {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()} == expected
+
+
+def test_the_header_says_how_many_tensors_follow_and_where(tmp_path: Path) -> None:
+    whole = built(("s", struct.pack("<I", 8) + text("value")), ("n", struct.pack("<IB", 0, 7)))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(whole[:8] + struct.pack("<Q", 3) + whole[16:] + b"the tensor table")
+    header = read_gguf_header(file)
+    assert (header.tensor_count, header.end) == (3, len(whole))
+    assert header.metadata == read_gguf_metadata(file) == {"s": "value", "n": 7}
 
 
 def test_every_type_is_read(tmp_path: Path) -> None:

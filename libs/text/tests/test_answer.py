@@ -73,3 +73,31 @@ def test_a_bad_stop_is_refused_under_the_callers_name_for_it(tokenizer: Tokenize
     with pytest.raises(InvalidRequest) as caught:
         AnswerText(tokenizer, [""], field="stop")
     assert caught.value.field == "stop[0]"
+
+
+def test_no_stop_is_looked_for_in_the_first_min_tokens(tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode("a fox, a fox, a fox"), 1, 1, *tokenizer.encode(" end")]
+    fox = [n for n in range(len(ids)) if tokenizer.decode([ids[n]]) == " fox"]
+
+    def shown(min_tokens: int) -> tuple[str, bool]:
+        answer = AnswerText(tokenizer, ["fox", "<|im_start|>"], min_tokens=min_tokens)
+        text = ""
+        for token_id in ids:
+            piece = answer.push(token_id)
+            text += piece.text
+            if piece.stopped:
+                return text, True
+        return text + answer.finish(), False
+
+    assert shown(fox[0]) == ("a ", True)
+    assert shown(fox[0] + 1) == ("a fox, a ", True)  # exactly the first one is too early
+    assert shown(fox[2] + 1) == ("a fox, a fox, a fox", True)  # at the special token
+    assert shown(len(ids) - 3) == ("a fox, a fox, a fox", True)
+    assert shown(len(ids)) == ("a fox, a fox, a fox end", False)
+
+
+def test_a_stop_that_begins_before_min_tokens_does_not_count(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("ab 1 2 3 1 2 3")
+    cut = next(n for n in range(1, len(ids)) if tokenizer.decode(ids[:n]).endswith("1"))
+    answer = AnswerText(tokenizer, ["1 2"], min_tokens=cut)
+    assert "".join(answer.push(token_id).text for token_id in ids) == "ab 1 2 3 "

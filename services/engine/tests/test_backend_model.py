@@ -56,11 +56,16 @@ def piece(tokens: Sequence[int], *, start: int = 0, first_block: int = 0, plan: 
     )  # fmt: skip
 
 
+def tokens(backend: Backend, pieces: list[SequenceSlice]) -> list[int]:
+    """What those of the slices that sample came to."""
+    return [result.token_id for result in backend.execute(pieces, {}) if result.token_id is not None]
+
+
 def answer(backend: Backend, prompt: list[int], plan: SamplingPlan, count: int) -> list[int]:
     known = list(prompt)
     start = 0
     for _ in range(count):
-        token = backend.execute([piece(known[start:], start=start, plan=plan)])[0]
+        (token,) = tokens(backend, [piece(known[start:], start=start, plan=plan)])
         start = len(known)
         known.append(token)
     return known[len(prompt) :]
@@ -90,12 +95,21 @@ def test_the_model_answers_a_question(backend: Backend) -> None:
 
 
 def test_only_slices_that_sample_give_tokens_in_their_order(backend: Backend) -> None:
-    alone = [backend.execute([piece(PROMPT[:n], first_block=4)])[0] for n in (16, 10)]
+    alone = [tokens(backend, [piece(PROMPT[:n], first_block=4)])[0] for n in (16, 10)]
     silent = replace(piece(PROMPT[:12], first_block=8), samples=False)
     batch = [piece(PROMPT[:16]), silent, piece(PROMPT[:10], first_block=12)]
-    assert backend.execute(batch) == alone
-    assert backend.execute([silent]) == []
-    assert backend.execute([]) == []
+    assert tokens(backend, batch) == alone
+    assert [result.token_id is None for result in backend.execute(batch, {})] == [False, True, False]
+    assert tokens(backend, [silent]) == []
+    assert backend.execute([], {}) == []
+
+
+def test_a_copied_block_carries_its_keys_and_values_along(backend: Backend) -> None:
+    prompt = [*PROMPT, 198, 28]  # one full block and two tokens of the next
+    expected = tokens(backend, [piece(prompt)])
+    backend.copy_blocks([(1, 9), (9, 5)])  # in this order
+    again = replace(piece([28], start=17), block_table=[0, 5])
+    assert tokens(backend, [again]) == expected
 
 
 def test_a_random_answer_continues_the_same_after_a_migration(backend: Backend) -> None:

@@ -6,7 +6,7 @@ import torch
 from headrace.engine.core.sampling_plan import SamplingPlan
 from headrace.engine.core.step import SequenceSlice
 from headrace.engine.kernels.reference.paged_attention import KvCache, paged_attention, write_kv
-from headrace.engine.layers.attention import PADDED_TOKENS_PER_GROUP, plan_attention
+from headrace.engine.layers.attention import PADDED_TOKENS_PER_GROUP, WINDOWED_CHUNK, plan_attention
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, BLOCKS, LAYERS = 6, 2, 8, 16, 96, 2
 SENTINEL = 1e9
@@ -29,11 +29,12 @@ def slots_of(piece: SequenceSlice, first: int, last: int) -> list[int]:
     return [piece.block_table[p // BLOCK] * BLOCK + p % BLOCK for p in range(first, last)]
 
 
-def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The textbook, in float64: the queries are the last of the sequence."""
+def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    """The textbook, in float64: the queries are the last of the sequence, and see the `window` keys up to their own."""
     k, v = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) / HEAD_DIM**0.5
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(len(k) - len(q) + 1)
+    ages = torch.arange(len(k) - len(q), len(k)).unsqueeze(1) - torch.arange(len(k))
+    hidden = (ages < 0) | (ages >= (window or len(k)))
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1)
 
 
@@ -43,11 +44,15 @@ RAGGED = [
     [(0, 33), (32, 1), (31, 1), (33, 1), (1, 16), (16, 17), (40, 2)],
     [(n, 1) for n in (0, 1, 15, 16, 17, 31, 32, 33, 100, 200)],
     [(200, 1), (0, 64), (7, 9), (199, 1), (64, 64), (3, 1)],
+    [(0, 2 * WINDOWED_CHUNK + 1), (30, WINDOWED_CHUNK + 5)],
 ]
 
 
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 32, 1000])
 @pytest.mark.parametrize("shapes", RAGGED)
-def test_paged_attention_equals_dense_attention_and_writes_only_its_own_slots(shapes: list[tuple[int, int]]) -> None:
+def test_paged_attention_equals_dense_attention_and_writes_only_its_own_slots(
+    shapes: list[tuple[int, int]], window: int | None
+) -> None:
     torch.manual_seed(len(shapes))
     batch = ragged_batch(shapes)
     cache = KvCache.zeros(
@@ -63,7 +68,7 @@ def test_paged_attention_equals_dense_attention_and_writes_only_its_own_slots(sh
     rows = sum(len(piece.token_ids) for piece in batch)
     q, k, v = (torch.randn(rows, n, HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS))
 
-    plan = plan_attention(batch, BLOCK, torch.float32)
+    plan = plan_attention(batch, BLOCK, torch.float32, window)
     write_kv(cache, 1, plan, k, v)
     out = paged_attention(q, cache, 1, plan)
 
@@ -71,7 +76,7 @@ def test_paged_attention_equals_dense_attention_and_writes_only_its_own_slots(sh
     for piece in batch:
         end = piece.start + len(piece.token_ids)
         context, mine = slots_of(piece, 0, end), slice(row, row + len(piece.token_ids))
-        expected = dense_attention(q[mine], cache.keys[1, context], cache.values[1, context])
+        expected = dense_attention(q[mine], cache.keys[1, context], cache.values[1, context], window)
         torch.testing.assert_close(out[mine].double(), expected, rtol=1e-5, atol=1e-5)
         before[0][1, context[piece.start :]] = k[mine]
         before[1][1, context[piece.start :]] = v[mine]
@@ -96,6 +101,17 @@ def test_garbage_in_unused_slots_never_reaches_a_sequence_even_when_it_is_not_a_
         write_kv(cache, 0, plan, k, v)
         outputs.append(paged_attention(q, cache, 0, plan))
     assert torch.equal(*outputs)
+
+
+def test_keys_that_no_query_sees_are_not_even_read() -> None:
+    """They may lie in blocks that a windowed model will one day give back."""
+    batch = ragged_batch([(100, 1), (0, WINDOWED_CHUNK + 40), (60, 3)])
+    plan = plan_attention(batch, BLOCK, torch.float32, 20)
+    assert plan.groups[0].slots.tolist() == slots_of(batch[0], 81, 101)
+    first, second, third = plan.chunks
+    assert first.slots.tolist() == slots_of(batch[1], 0, WINDOWED_CHUNK)
+    assert second.slots.tolist() == slots_of(batch[1], WINDOWED_CHUNK - 19, WINDOWED_CHUNK + 40)
+    assert third.slots.tolist() == slots_of(batch[2], 41, 63)
 
 
 def test_sequences_of_very_different_length_are_not_padded_to_the_longest() -> None:

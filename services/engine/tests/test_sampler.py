@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -7,15 +8,39 @@ import pytest
 import torch
 
 from headrace.engine.core.sampling_plan import SamplingPlan
-from headrace.engine.layers.sampler import gumbel, sample
+from headrace.engine.core.step import SequenceSlice
+from headrace.engine.layers.noise import gumbel, loudest
+from headrace.engine.layers.sampler import Sampler
 
 GREEDY = SamplingPlan(max_tokens=1)
 RANDOM = SamplingPlan(max_tokens=1, temperature=1.0, seed=7)
+DRAWS = 100_000
+
+
+def sample(logits: torch.Tensor, draws: Sequence[tuple[SamplingPlan, int]]) -> list[int]:
+    """The token of each row, for its plan and the position it takes."""
+    slices = [
+        SequenceSlice(sequence_id=i, token_ids=[0], start=position - 1, block_table=(), samples=True, plan=plan)
+        for i, (plan, position) in enumerate(draws)
+    ]
+    tokens = [computed.token_id for computed in Sampler(frozenset()).sample(logits, slices, {})]
+    assert None not in tokens
+    return tokens  # type: ignore[return-value]
 
 
 def draws_of(logits: torch.Tensor, plan: SamplingPlan, count: int) -> np.ndarray:
     """`count` tokens drawn from one row of logits, at positions 1, 2, …"""
-    return np.array(sample(logits.expand(count, -1), [(plan, p) for p in range(1, count + 1)]))
+    return np.concatenate(
+        [
+            np.array(
+                sample(
+                    logits.expand(min(1000, count - first), -1),
+                    [(plan, p) for p in range(first + 1, min(first + 1000, count) + 1)],
+                )
+            )
+            for first in range(0, count, 1000)
+        ]
+    )
 
 
 def chi_square(tokens: np.ndarray, expected: np.ndarray) -> float:
@@ -41,8 +66,11 @@ def test_draws_follow_the_softmax_of_scaled_logits_down_to_its_tail(temperature:
     torch.manual_seed(1)
     logits = torch.randn(60) * 2
     logits[:10] -= 6  # a tail with about a thousandth of the mass
-    tokens = draws_of(logits, replace(RANDOM, temperature=temperature), 20_000)
-    assert chi_square(tokens, torch.softmax(logits.double() / temperature, 0).numpy()) < 5
+    expected = torch.softmax(logits.double() / temperature, 0).numpy()
+    tokens = draws_of(logits, replace(RANDOM, temperature=temperature), DRAWS)
+    assert chi_square(tokens, expected) < 5
+    tail, mass = (tokens < 10).sum(), expected[:10].sum() * DRAWS
+    assert abs(tail - mass) < 5 * np.sqrt(mass)
 
 
 def test_draws_with_different_seeds_at_one_position_follow_the_softmax() -> None:
@@ -52,21 +80,43 @@ def test_draws_with_different_seeds_at_one_position_follow_the_softmax() -> None
     assert chi_square(np.array(tokens), torch.softmax(logits.double(), 0).numpy()) < 5
 
 
-def test_top_k_and_top_p_draw_from_the_renormalised_rest() -> None:
+def test_top_k_top_p_and_min_p_draw_from_the_renormalised_rest() -> None:
     torch.manual_seed(3)
     logits = torch.randn(300)
     p = torch.softmax(logits.double(), 0).numpy()
     order = np.argsort(-p)
     nucleus = np.searchsorted(p[order].cumsum(), 0.6) + 1
     both = np.searchsorted((p[order] / p[order[:20]].sum()).cumsum(), 0.5) + 1
-    cases = (({"top_k": 20}, 20), ({"top_p": 0.6}, nucleus), ({"top_k": 20, "top_p": 0.5}, both))
+    cases = (
+        ({"top_k": 20}, 20),
+        ({"top_p": 0.6}, nucleus),
+        ({"min_p": 0.1}, (p >= 0.1 * p.max()).sum()),
+        ({"top_k": 20, "top_p": 0.5}, both),
+        ({"top_k": 20, "top_p": 0.99, "min_p": 0.7}, (p >= 0.7 * p.max()).sum()),
+    )
     for limits, count in cases:
-        plan, kept = replace(RANDOM, **limits), order[:count]
+        plan, kept = replace(RANDOM, **limits), order[:count]  # type: ignore[arg-type]
         expected = np.zeros_like(p)
         expected[kept] = p[kept] / p[kept].sum()
-        tokens = draws_of(logits, plan, 10_000)
-        assert set(tokens) <= set(kept.tolist())
+        tokens = draws_of(logits, plan, DRAWS)
+        assert set(tokens) == set(kept.tolist())
         assert chi_square(tokens, expected) < 5
+
+
+def test_min_p_is_of_the_temperature_s_distribution() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0])
+    assert set(draws_of(logits, replace(RANDOM, min_p=0.3), 2000)) == {0, 1}
+    assert set(draws_of(logits, replace(RANDOM, min_p=0.3, temperature=2.0), 2000)) == {0, 1, 2}
+    assert set(draws_of(logits, replace(RANDOM, min_p=1.0), 2000)) == {0}
+
+
+def test_leaving_out_hopeless_tokens_changes_no_draw() -> None:
+    rng = np.random.default_rng(8)
+    for position in range(60):
+        scaled = (rng.standard_normal(20_000) * rng.uniform(0.1, 8)).astype(np.float32)
+        scaled -= scaled.max()
+        noise = gumbel(9, position, np.arange(len(scaled), dtype=np.uint32))
+        assert loudest(scaled, 9, position) == int((scaled + noise).argmax())
 
 
 def test_top_p_widens_its_candidates_until_they_hold_the_mass() -> None:
@@ -125,6 +175,7 @@ def test_limits_at_their_edges_mean_what_they_say() -> None:
         assert sample(logits, [(replace(RANDOM, top_k=4_000_000_000), position)]) == everything
         assert sample(logits, [(replace(RANDOM, top_p=1.0), position)]) == everything
         assert sample(logits, [(replace(RANDOM, top_p=0.999999999), position)]) == everything
+        assert sample(logits, [(replace(RANDOM, min_p=1e-30), position)]) == everything
         assert sample(logits, [(replace(RANDOM, top_k=1), position)]) == [likeliest]
         assert sample(logits, [(replace(RANDOM, top_p=1e-9), position)]) == [likeliest]
 

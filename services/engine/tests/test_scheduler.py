@@ -3,95 +3,18 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
-from headrace.engine.core.block_pool import BlockPool
-from headrace.engine.core.finish import ErrorReason, Finish, FinishReason
+from headrace.engine.core.finish import ErrorReason, FinishReason, Problem
 from headrace.engine.core.load import Rates, load
-from headrace.engine.core.request import Sequence, State
+from headrace.engine.core.placement import Placement, Priority
+from headrace.engine.core.request import State
 from headrace.engine.core.sampling_plan import SamplingPlan
-from headrace.engine.core.scheduler import BatchLimits, Scheduler
-from headrace.engine.core.step import Hold, StepPlan
-from headrace.engine.simulated.backend import SimulatedBackend
-from headrace.engine.worker.config import WorkerConfig
-
-
-class Bench:
-    """A scheduler, a backend that takes no time, and everything that came out of them."""
-
-    def __init__(
-        self,
-        *,
-        blocks: int = 64,
-        block_size: int = 4,
-        seqs: int = 8,
-        budget: int = 64,
-        chunked: bool = True,
-        waiting: int = 16,
-    ) -> None:
-        self.pool = BlockPool(blocks, block_size)
-        limits = BatchLimits(
-            max_num_seqs=seqs, max_num_batched_tokens=budget, enable_chunked_prefill=chunked, max_waiting=waiting
-        )
-        self.scheduler = Scheduler(limits, self.pool, frozenset({2}))
-        self.backend = SimulatedBackend(
-            WorkerConfig(
-                block_size=block_size,
-                kv_cache_memory_bytes=46_080 * block_size * blocks,
-                simulate_step_ms=0.0,
-                simulate_itl_ms=0.0,
-                simulate_prefill_tokens_per_s=math.inf,
-            )
-        )
-        self.now = 0.0
-        self.tokens: dict[int, list[int]] = {}
-        self.finishes: dict[int, Finish] = {}
-
-    def submit(self, id: int, prompt: int, max_tokens: int = 4, *, deadline_at: float = math.inf) -> Sequence:
-        sequence = Sequence(
-            id=id,
-            token_ids=[1000 * id + i for i in range(prompt)],
-            prompt_length=prompt,
-            plan=SamplingPlan(max_tokens=max_tokens),
-            arrived_at=self.now,
-            deadline_at=deadline_at,
-        )
-        self.tokens[id] = []
-        self.collect(self.scheduler.submit(sequence, self.now))
-        return sequence
-
-    def step(self) -> StepPlan:
-        plan = self.scheduler.schedule(self.now)
-        outcome = self.scheduler.update(plan, self.backend.execute(plan.slices), self.now)
-        for id, token in zip(outcome.sequence_ids, outcome.token_ids, strict=True):
-            self.tokens[id].append(token)
-        self.collect(*plan.expired, *outcome.finishes)
-        self.scheduler.check()
-        self.now += 1.0
-        return plan
-
-    def collect(self, *finishes: Finish | None) -> None:
-        for finish in finishes:
-            if finish is not None:
-                assert finish.sequence_id not in self.finishes
-                self.finishes[finish.sequence_id] = finish
-
-    def run(self) -> None:
-        while self.scheduler.running or self.scheduler.waiting:
-            self.step()
-
-
-def shape(plan: StepPlan) -> dict[int, int]:
-    """Tokens per sequence in a step."""
-    return {piece.sequence_id: len(piece.token_ids) for piece in plan.slices}
-
-
-def alone(prompt: int, max_tokens: int, id: int) -> list[int]:
-    bench = Bench(blocks=256)
-    bench.submit(id, prompt, max_tokens)
-    bench.run()
-    return bench.tokens[id]
+from headrace.engine.core.scheduler import BatchLimits
+from headrace.engine.core.step import Computed, Hold
+from headrace.testkit.engine_bench import Bench, alone, oracle, shape
 
 
 def test_the_batch_trace() -> None:
@@ -256,7 +179,7 @@ def test_an_abort_during_a_step_drops_the_steps_token() -> None:
     bench.submit(2, 4)
     plan = bench.scheduler.schedule(0.0)
     assert bench.scheduler.abort(1, 0.0) is not None
-    outcome = bench.scheduler.update(plan, bench.backend.execute(plan.slices), 0.0)
+    outcome = bench.scheduler.update(plan, bench.backend.execute(plan.slices, {}), 0.0)
     assert list(outcome.sequence_ids) == [2]
     assert list(outcome.token_ids) == alone(4, 1, 2)
     bench.scheduler.check()
@@ -318,3 +241,102 @@ def test_the_load_counts_waiting_prompts_and_chunks_still_to_come() -> None:
 def test_a_step_too_small_for_all_running_decodes_cannot_be_configured() -> None:
     with pytest.raises(ValueError, match="max_num_seqs=9 must be from 1 to max_num_batched_tokens=8"):
         BatchLimits(max_num_seqs=9, max_num_batched_tokens=8, enable_chunked_prefill=True, max_waiting=1)
+
+
+def test_higher_classes_are_served_first_and_within_a_class_the_older() -> None:
+    bench = Bench(seqs=1)
+    for id, priority in enumerate((Priority.BATCH, Priority.STANDARD, Priority.INTERACTIVE, Priority.INTERACTIVE), 1):
+        bench.submit(id, 4, max_tokens=1, placement=Placement(priority=priority))
+    bench.run()
+    assert list(bench.finishes) == [3, 4, 2, 1]
+
+
+def test_the_victim_is_of_the_lowest_class_then_the_newest_and_waits_in_its_old_place() -> None:
+    bench = Bench(blocks=9)
+    classes = {1: Priority.BATCH, 2: Priority.BATCH, 3: Priority.STANDARD, 4: Priority.INTERACTIVE}
+    for id in (4, 1, 2, 3):
+        bench.submit(id, 8, max_tokens=8, placement=Placement(priority=classes[id]))
+    bench.step()  # four times two blocks and one to spare
+    bench.submit(5, 1, max_tokens=1)
+    plan = bench.step()
+    assert (plan.preempted, shape(plan)) == ((2,), {4: 1, 1: 1, 3: 1})  # not 3, the newest of all
+    assert [s.id for s in bench.scheduler.waiting] == [5, 2]
+
+
+def test_overcommitted_memory_delays_the_victims_and_ends_nobody() -> None:
+    """(llama.cpp#23652)"""
+    bench = Bench(blocks=12, waiting=32)
+    for id in range(1, 17):
+        bench.submit(id, 5, max_tokens=20)
+    bench.run()
+    assert {finish.reason for finish in bench.finishes.values()} == {FinishReason.LENGTH}
+    assert all(bench.tokens[id] == alone(5, 20, id) for id in range(1, 17))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_sixty_four_requests_with_common_beginnings_arriving_anyhow_answer_as_if_alone(caching: bool) -> None:
+    """(vllm#15730, llama.cpp#6681, vllm#15307: seeded, in chunks, with hits and preemptions)"""
+    order = random.Random(7)
+    bench = Bench(blocks=16, waiting=64, caching=caching, budget=16)
+    prompts = {id: [1000 * (id % 3) + i for i in range(12)] + [id] * order.randrange(6) for id in range(64)}
+    waiting = order.sample(sorted(prompts), 64)
+    while waiting or bench.scheduler.running or bench.scheduler.waiting:
+        for _ in range(order.randrange(4)):
+            if waiting:
+                id = waiting.pop()
+                bench.submit(id, prompts[id], max_tokens=6, temperature=1.0, seed=id)
+        bench.step()
+    for id, prompt in prompts.items():
+        assert bench.tokens[id] == oracle(prompt, 6, SamplingPlan(max_tokens=6, temperature=1.0, seed=id))
+    assert sum(finish.preemptions for finish in bench.finishes.values()) > 0
+    assert (sum(finish.cached_tokens for finish in bench.finishes.values()) > 300) is caching
+
+
+def test_a_resumed_answer_has_as_many_tokens_as_were_asked_for() -> None:
+    """(vllm-gaudi#541, vllm#16832)"""
+    bench = Bench(blocks=6)
+    for id in (1, 2, 3):
+        bench.submit(id, 4, max_tokens=17)
+    bench.run()
+    assert sum(finish.preemptions for finish in bench.finishes.values()) > 0
+    assert [len(bench.tokens[id]) for id in (1, 2, 3)] == [17] * 3
+
+
+def test_pressure_is_one_when_nothing_more_is_admitted_and_cached_blocks_are_none() -> None:
+    bench = Bench(blocks=9)
+    bench.submit(1, 16, max_tokens=12)
+    bench.step()
+    now = load(bench.scheduler, Rates())
+    assert (now.pressure, now.cached_blocks) == (0.5, 0)  # 4 of the 8 that an admission may use
+    bench.submit(2, 12, max_tokens=3)
+    bench.step()
+    assert load(bench.scheduler, Rates()).pressure == 1.0
+    bench.submit(3, 1)
+    assert bench.step().hold is Hold.BLOCKS
+    bench.run()
+    now = load(bench.scheduler, Rates())
+    assert (now.pressure, now.free_blocks) == (0.0, 9)
+    assert now.cached_blocks > 0
+
+
+def test_a_result_that_is_a_problem_ends_that_sequence_alone() -> None:
+    bench = Bench()
+    bench.submit(1, 4)
+    bench.submit(2, 4)
+    plan = bench.scheduler.schedule(0.0)
+    problem = Problem(reason=ErrorReason.NUMERICAL, message="not numbers")
+    results = bench.backend.execute(plan.slices, {})
+    outcome = bench.scheduler.update(plan, [Computed(problem=problem), results[1]], 0.0)
+    assert [(f.sequence_id, f.reason, f.problem) for f in outcome.finishes] == [(1, FinishReason.ERROR, problem)]
+    assert list(outcome.sequence_ids) == [2]
+    bench.run()
+    assert bench.pool.free_blocks == 64
+
+
+def test_a_token_that_completes_its_grammar_stops_the_answer() -> None:
+    bench = Bench()
+    bench.submit(1, 4, ignore_eos=True)
+    plan = bench.scheduler.schedule(0.0)
+    outcome = bench.scheduler.update(plan, [Computed(token_id=7, complete=True)], 0.0)
+    assert [f.reason for f in outcome.finishes] == [FinishReason.STOP]
+    assert list(outcome.token_ids) == [7]

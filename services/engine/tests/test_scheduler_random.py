@@ -1,137 +1,192 @@
-"""Any order of submissions, aborts, deadlines and steps keeps the accounts and the answers right."""
+"""Any order of submissions, aborts, deadlines, grammars and steps keeps the accounts and the answers right."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from typing import ClassVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from headrace.engine.core.block_pool import BlockPool
-from headrace.engine.core.finish import Finish, FinishReason
-from headrace.engine.core.request import Sequence
+from headrace.engine.core.finish import ErrorReason, FinishReason, Problem
+from headrace.engine.core.placement import Priority
+from headrace.engine.core.request import State
 from headrace.engine.core.sampling_plan import SamplingPlan
-from headrace.engine.core.scheduler import BatchLimits, Scheduler
-from headrace.engine.simulated.backend import SimulatedBackend
-from headrace.engine.worker.backend import SequenceSlice
-from headrace.engine.worker.config import WorkerConfig
+from headrace.engine.core.step import StepPlan
+from headrace.testkit.engine_bench import Bench, oracle, shape, tenant
 
 BLOCK_SIZE = 4
+NO_GRAMMAR = Problem(reason=ErrorReason.INVALID_FIELD, message="cannot be compiled", field="sampling.constraint")
 
 
-def backend(blocks: int) -> SimulatedBackend:
-    return SimulatedBackend(
-        WorkerConfig(
-            block_size=BLOCK_SIZE,
-            kv_cache_memory_bytes=46_080 * BLOCK_SIZE * blocks,
-            simulate_step_ms=0.0,
-            simulate_itl_ms=0.0,
-            simulate_prefill_tokens_per_s=math.inf,
-        )
-    )
-
-
-def expected(prompt: list[int], count: int) -> list[int]:
-    """The first `count` tokens of the answer, one whole-prefix computation each: no cache, no batch, no chunks."""
-    tokens = list(prompt)
-    oracle = backend(64)
-    for _ in range(count):
-        piece = SequenceSlice(
-            sequence_id=0,
-            token_ids=tokens,
-            start=0,
-            block_table=range(64),
-            samples=True,
-            plan=SamplingPlan(max_tokens=1),
-        )
-        tokens += oracle.execute([piece])
-    return tokens[len(prompt) :]
+@cache
+def expected(prompt: tuple[int, ...], seed: int) -> list[int]:
+    return oracle(prompt, 12, SamplingPlan(max_tokens=12, temperature=1.0, seed=seed))
 
 
 class AnyLife(RuleBasedStateMachine):
-    """Checked after every operation: block accounts, answers so far, bounds of the step."""
+    """Checked after every operation: block accounts, bounds of the step, order of service; at the end every answer."""
 
-    @initialize(blocks=st.integers(4, 16), seqs=st.integers(1, 6), budget=st.integers(6, 20), chunked=st.booleans())
-    def start(self, blocks: int, seqs: int, budget: int, chunked: bool) -> None:
+    operations: ClassVar[int] = 0
+
+    @initialize(
+        blocks=st.integers(4, 16),
+        seqs=st.integers(1, 6),
+        budget=st.integers(6, 20),
+        chunked=st.booleans(),
+        caching=st.booleans(),
+    )
+    def start(self, blocks: int, seqs: int, budget: int, chunked: bool, caching: bool) -> None:
         if not chunked:
             budget = max(budget, blocks * BLOCK_SIZE)
-        self.limits = BatchLimits(
-            max_num_seqs=seqs, max_num_batched_tokens=budget, enable_chunked_prefill=chunked, max_waiting=4
+        self.bench = Bench(
+            blocks=blocks, block_size=4, seqs=seqs, budget=budget, chunked=chunked, waiting=6, caching=caching
         )
-        self.pool = BlockPool(blocks, BLOCK_SIZE)
-        self.scheduler = Scheduler(self.limits, self.pool, frozenset({2}))
-        self.backend = backend(blocks)
-        self.now = 0.0
+        self.caching = caching
         self.prompts: dict[int, list[int]] = {}
         self.plans: dict[int, SamplingPlan] = {}
-        self.tokens: dict[int, list[int]] = {}
-        self.finishes: dict[int, Finish] = {}
+        self.placements: dict[int, tuple[str, str]] = {}
+        # What was computed, by sequence, in each isolation domain and adapter: all that may ever be hit there.
+        self.computed: defaultdict[tuple[str, str], dict[int, Sequence[int]]] = defaultdict(dict)
 
     @rule(prompt=st.integers(1, 30), max_tokens=st.integers(1, 12), patience=st.sampled_from([math.inf, 2.0, 6.0]))
     def submit(self, prompt: int, max_tokens: int, patience: float) -> None:
         id = len(self.prompts) + 1
-        self.prompts[id] = [100 * id + i for i in range(prompt)]
-        self.plans[id] = SamplingPlan(max_tokens=max_tokens)
-        self.tokens[id] = []
-        sequence = Sequence(
-            id=id,
-            token_ids=list(self.prompts[id]),
-            prompt_length=prompt,
-            plan=self.plans[id],
-            arrived_at=self.now,
-            deadline_at=self.now + patience,
+        self.submitted(id, [100 * id + i for i in range(prompt)], max_tokens, patience=patience)
+
+    @rule(program=st.binary(min_size=120, max_size=240))
+    def many_operations(self, program: bytes) -> None:
+        for at in range(0, len(program) - 2, 3):
+            self.operate(*program[at : at + 3])
+            self.accounts_and_order_are_right()
+
+    def operate(self, code: int, a: int, b: int) -> None:
+        """One operation from three bytes: half of them are steps."""
+        type(self).operations += 1
+        if code < 64:
+            prompt = [1000 * (a % 3) + i for i in range(1 + b % 28)] + ([a] if a & 64 else [])
+            self.submitted(
+                len(self.prompts) + 1,
+                prompt,
+                1 + a % 12,
+                n=1 + b % 3,
+                patience=(math.inf, math.inf, math.inf, 5.0)[a % 4],
+                priority=Priority(1 + code % 3),
+                domain="ab"[b & 1],
+                adapter="xy"[code & 1],
+                grammar_pending=code % 8 == 0,
+            )
+        elif code < 96:
+            self.abort(a)
+        elif code < 112:
+            self.bench.scheduler.grammar_ready(a % (len(self.prompts) + 1))
+        elif code < 116:
+            id = a % (len(self.prompts) + 1)
+            self.bench.collect(self.bench.scheduler.end(id, FinishReason.ERROR, self.bench.now, NO_GRAMMAR))
+        else:
+            self.step()
+
+    def submitted(
+        self,
+        id: int,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        n: int = 1,
+        patience: float,
+        priority: Priority = Priority.STANDARD,
+        domain: str = "",
+        adapter: str = "",
+        grammar_pending: bool = False,
+    ) -> None:
+        for index in range(n):
+            self.prompts[id + index] = prompt
+            self.plans[id + index] = SamplingPlan(max_tokens=max_tokens, seed=id + index)
+            self.placements[id + index] = (domain, adapter)
+        self.bench.submit(
+            id,
+            prompt,
+            max_tokens,
+            n=n,
+            temperature=1.0,
+            seed=id,
+            deadline_at=self.bench.now + patience,
+            placement=tenant(domain, adapter_digest=adapter, priority=priority),
+            grammar_pending=grammar_pending,
         )
-        self.record(self.scheduler.submit(sequence, self.now))
 
     @rule(which=st.integers(0, 30))
     def abort(self, which: int) -> None:
-        self.record(self.scheduler.abort(which, self.now))
+        self.bench.collect(self.bench.scheduler.abort(which, self.bench.now))
 
     @rule()
     def step(self) -> None:
-        self.now += 1.0
-        plan = self.scheduler.schedule(self.now)
-        assert sum(len(p.token_ids) for p in plan.slices) <= self.limits.max_num_batched_tokens
-        assert len(plan.slices) <= self.limits.max_num_seqs
+        scheduler = self.bench.scheduler
+        plan = self.bench.step()
+        limits = scheduler.limits
+        assert sum(shape(plan).values()) <= limits.max_num_batched_tokens
+        assert len(plan.slices) <= limits.max_num_seqs
         assert not (plan.preempted and plan.admitted)
         assert len({p.sequence_id for p in plan.slices}) == len(plan.slices)
-        sliced = {p.sequence_id for p in plan.slices}
-        assert all(s.id in sliced for s in self.scheduler.running if s.decoding)
-        assert plan.slices or not self.scheduler.running  # whoever runs gets on, or no one would ever
-        outcome = self.scheduler.update(plan, self.backend.execute(plan.slices), self.now)
-        for id, token in zip(outcome.sequence_ids, outcome.token_ids, strict=True):
-            assert id not in self.finishes
-            self.tokens[id].append(token)
-        self.record(*plan.expired, *outcome.finishes)
+        self.someone_gets_on(plan)
+        for piece in plan.slices:
+            known = self.computed[self.placements[piece.sequence_id]]
+            if piece.sequence_id in plan.admitted and piece.start:
+                assert self.caching
+                assert any(other[: piece.start] == piece.known_token_ids[: piece.start] for other in known.values())
+            known[piece.sequence_id] = piece.known_token_ids
 
-    def record(self, *finishes: Finish | None) -> None:
-        for finish in finishes:
-            if finish is not None:
-                assert finish.sequence_id not in self.finishes
-                self.finishes[finish.sequence_id] = finish
+    def someone_gets_on(self, plan: StepPlan) -> None:
+        """Every sequence that decodes has its token, and whoever runs gets on, or no one ever would."""
+        sliced = {p.sequence_id for p in plan.slices}
+        running = list(self.bench.scheduler.running)
+        assert all(s.id in sliced for s in running if s.decoding and s.id not in plan.preempted and not s.forked)
+        assert plan.slices or not running
+        free_to_go = [s for s in self.bench.scheduler.waiting if s.state is State.WAITING]
+        assert plan.slices or plan.preempted or not free_to_go
 
     @invariant()
-    def accounts_and_answers_are_right(self) -> None:
-        if hasattr(self, "scheduler"):
-            self.scheduler.check()
-            present = [s.id for s in (*self.scheduler.running, *self.scheduler.waiting)]
-            assert present == sorted(self.prompts.keys() - self.finishes.keys())  # nobody overtakes
+    def accounts_and_order_are_right(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        scheduler = self.bench.scheduler
+        scheduler.check()
+        for ranking in (scheduler.running, scheduler.waiting):
+            assert all(a.rank < b.rank for a, b in pairwise(ranking))
+        present = {s.id for s in scheduler}
+        assert present == self.prompts.keys() - self.bench.finishes.keys()
+        attached = [f.id for s in (*scheduler.running, *scheduler.waiting) for f in s.followers]
+        assert sorted([*(s.id for s in scheduler.running), *(s.id for s in scheduler.waiting), *attached]) == sorted(
+            present
+        )
+        announcers = set(self.bench.memory._announced.values())
+        assert announcers <= {s.id for s in scheduler.running}
 
     def teardown(self) -> None:
-        if not hasattr(self, "scheduler"):
+        if not hasattr(self, "bench"):
             return
-        for _ in range(2000):
-            if not (self.scheduler.running or self.scheduler.waiting):
+        bench = self.bench
+        for id in self.prompts:
+            bench.scheduler.grammar_ready(id)
+        for _ in range(5000):
+            if not (bench.scheduler.running or bench.scheduler.waiting):
                 break
             self.step()
-        assert self.finishes.keys() == self.prompts.keys()
-        assert self.pool.free_blocks == self.pool.total_blocks
+        assert bench.finishes.keys() == self.prompts.keys()
+        assert bench.pool.free_blocks == bench.pool.total_blocks
+        assert not bench.memory._announced
         for id, prompt in self.prompts.items():
-            assert self.tokens[id] == expected(prompt, len(self.tokens[id]))
-            if self.finishes[id].reason is FinishReason.LENGTH:
-                assert len(self.tokens[id]) == self.plans[id].max_tokens
+            assert bench.tokens[id] == expected(tuple(prompt), self.plans[id].seed)[: len(bench.tokens[id])]
+            if bench.finishes[id].reason is FinishReason.LENGTH:
+                assert len(bench.tokens[id]) == self.plans[id].max_tokens
 
 
-AnyLife.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestAnyLife = AnyLife.TestCase
+def test_any_life_keeps_accounts_and_answers_right() -> None:
+    AnyLife.operations = 0
+    run_state_machine_as_test(AnyLife, settings=settings(max_examples=100, stateful_step_count=30, deadline=None))
+    assert AnyLife.operations > 20_000

@@ -60,9 +60,11 @@ class Attached:
     def hello(self, epoch: int = 0) -> None:
         self.sending.put_nowait(pb.AttachRequest(hello=pb.Hello(gateway_id="g", epoch=epoch)))
 
-    def submit(self, slot: int, ids: list[int], **sampling: Any) -> None:
-        params = sampling_pb2.SamplingParams(seed=1, **({"max_tokens": 5} | sampling))
-        submit = pb.Submit(slot=slot, request_id=f"r{slot}", attempt=1, token_ids=ids, sampling=params)
+    def submit(self, slot: int, ids: list[int], fields: dict[str, Any] | None = None, **sampling: Any) -> None:
+        params = sampling_pb2.SamplingParams(**({"max_tokens": 5, "seed": 1} | sampling))
+        submit = pb.Submit(
+            slot=slot, request_id=f"r{slot}", attempt=1, token_ids=ids, sampling=params, **(fields or {})
+        )
         self.sending.put_nowait(pb.AttachRequest(submit=submit))
 
     def cancel(self, slot: int) -> None:
@@ -196,6 +198,80 @@ async def test_hello_must_come_first_and_name_this_epoch(shell: Shell) -> None:
                 await anext(responses)
 
 
+async def test_several_answers_take_a_slot_each_and_end_each(attached: Attached) -> None:
+    attached.submit(10, [1, 2, 3], n=3, temperature=1.0)
+    tokens, finishes, _ = await attached.until_finished(10, 11, 12)
+    assert {slot: (len(ids), finishes[slot].reason) for slot, ids in tokens.items()} == dict.fromkeys(
+        (10, 11, 12), (5, LENGTH)
+    )
+    assert len({tuple(ids) for ids in tokens.values()}) == 3
+    attached.submit(20, [1, 2, 3], temperature=1.0, seed=2)
+    assert (await attached.until_finished(20))[0][20] == tokens[11], "answer i is the one that seed + i gives alone"
+    attached.submit(30, [1, 2, 3], n=3, max_tokens=4000)
+    for slot in (31, 30, 32):
+        attached.cancel(slot)
+    _, finishes, _ = await attached.until_finished(30, 31, 32)
+    assert {finish.reason for finish in finishes.values()} == {CANCELLED}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "fields", "field"),
+    [
+        ({"n": 17}, {}, "sampling.n"),
+        ({"n": 2, "logit_bias": [{"token_id": 3}, {"token_id": 3}]}, {}, "sampling.logit_bias[1].token_id"),
+        ({}, {"emitted_tokens": 3}, "emitted_tokens"),
+        ({"n": 2, "temperature": 9.0}, {}, "sampling.temperature"),
+    ],
+)
+async def test_a_bad_family_is_refused_slot_by_slot_and_the_stream_goes_on(
+    attached: Attached, sampling: dict[str, Any], fields: dict[str, Any], field: str
+) -> None:
+    attached.submit(1, [5, 6], fields, **sampling)
+    slots = range(1, 1 + min(sampling.get("n", 1), 16))
+    _, finishes, _ = await attached.until_finished(*slots)
+    assert {(f.reason, f.error_reason, f.error_field) for f in finishes.values()} == {(ERROR, "INVALID_FIELD", field)}
+    attached.submit(1, [5, 6])
+    assert (await attached.until_finished(1))[1][1].reason == LENGTH
+
+
+async def test_log_probabilities_come_with_the_step_and_those_of_the_prompt_at_the_end(attached: Attached) -> None:
+    attached.submit(1, [5, 6, 7], logprobs=2, prompt_logprobs=0)
+    attached.submit(2, [5, 6, 7])
+    tokens, finishes, steps = await attached.until_finished(1, 2)
+    said = [entry for step in steps for entry in step.logprobs]
+    assert [(entry.slot, entry.logprobs.token.token_id) for entry in said] == [(1, token) for token in tokens[1]]
+    assert {len(entry.logprobs.top) for entry in said} == {2}
+    assert [entry.token.token_id for entry in finishes[1].prompt_logprobs] == [6, 7]
+    assert list(finishes[2].prompt_logprobs) == []
+
+
+async def test_cached_tokens_are_counted_within_a_tenant_only(attached: Attached) -> None:
+    prompt = list(range(100, 150))
+    for slot, tenant, cached in ((1, "a", 0), (2, "a", 48), (3, "b", 0)):
+        attached.submit(slot, prompt, {"isolation_domain": tenant, "priority": pb.PRIORITY_BATCH})
+        _, finishes, _ = await attached.until_finished(slot)
+        assert finishes[slot].cached_tokens == cached
+
+
+async def test_cache_events_begin_with_a_snapshot_and_follow_without_gaps(attached: Attached, shell: Shell) -> None:
+    attached.submit(1, list(range(100, 150)))
+    await attached.until_finished(1)
+    request = pb.SubscribeCacheEventsRequest()
+    async with shell.peer.stream(shell.stub.SubscribeCacheEvents, request, deadline=Deadline.after(10)) as changes:
+        snapshot = await anext(changes)
+        assert [len(block_hash) for block_hash in snapshot.snapshot.block_hashes] == [16] * 3
+        attached.submit(1, list(range(100, 140)), {"isolation_domain": "other"})
+        await attached.until_finished(1)
+        stored = await anext(changes)
+    assert (stored.epoch, stored.sequence) == (snapshot.epoch, snapshot.sequence + 1)
+    assert not set(stored.stored.block_hashes) & set(snapshot.snapshot.block_hashes)
+    request = pb.SubscribeCacheEventsRequest(epoch=snapshot.epoch, sequence=snapshot.sequence)
+    async with shell.peer.stream(shell.stub.SubscribeCacheEvents, request, deadline=Deadline.after(10)) as changes:
+        assert await anext(changes) == stored
+    beat = (await shell.describe()).heartbeat
+    assert (beat.cached_blocks, beat.pressure, beat.free_blocks) == (5, 0.0, beat.total_blocks)
+
+
 async def test_generate_streams_text_and_stops_before_a_stop_text(shell: Shell) -> None:
     events = await shell.generate(prompt="Hello", sampling=sampling_pb2.SamplingParams(max_tokens=30))
     assert events[0].WhichOneof("event") == "started"
@@ -227,11 +303,12 @@ async def test_generate_refuses_by_field_and_honours_deadlines(shell: Shell) -> 
 
 
 async def test_describe_tells_settings_and_no_secret() -> None:
-    shell = await start(redis_url="redis://:hunter2@127.0.0.1:9/0")
+    shell = await start(redis_url="redis://:hunter2@127.0.0.1:9/0", prefix_cache_key="5ec7e7" * 8)
     try:
         answer = await shell.describe()
         assert answer.settings["max_num_seqs"] == "32"
         assert "hunter2" not in str(answer)
+        assert "5ec7e7" not in str(answer)
         assert answer.heartbeat.phase == pb.PHASE_READY
         assert answer.heartbeat.prefill_tokens_per_s > 0
         assert answer.heartbeat.itl_ms > 0
@@ -272,6 +349,7 @@ async def test_what_cannot_start_says_why_in_one_line() -> None:
         ({"address": "127.0.0.1:99999"}, "host:port"),
         ({"kv_cache_memory_bytes": 1}, "kv_cache_memory_bytes"),
         ({"fault": "explode"}, "explode"),
+        ({"prefix_cache_key": "secret"}, "prefix_cache_key: a prefix key is written as 32 to 128 hexadecimal digits"),
     ):
         with pytest.raises(StartError, match=words) as refused:
             await start(**settings)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from headrace.base.errors import StartError
@@ -13,7 +16,7 @@ from headrace.engine.simulated.backend import SimulatedBackend
 from headrace.engine.simulated.fault import Faults, parse_faults
 from headrace.engine.simulated.faulty import FaultyBackend
 from headrace.engine.simulated.timing import Timing
-from headrace.engine.worker.backend import SequenceSlice
+from headrace.engine.worker.backend import Backend, SequenceSlice
 from headrace.engine.worker.config import WorkerConfig
 from headrace.text.tokenizer import load_tokenizer
 
@@ -35,20 +38,26 @@ def piece(
     *,
     start: int = 0,
     blocks: range = range(16),
+    table: list[int] | None = None,
     plan: SamplingPlan = GREEDY,
     samples: bool = True,
 ) -> SequenceSlice:
     return SequenceSlice(
-        sequence_id=1, token_ids=token_ids, start=start, block_table=blocks, samples=samples, plan=plan
+        sequence_id=1, token_ids=token_ids, start=start, block_table=table or blocks, samples=samples, plan=plan
     )
+
+
+def tokens(engine: Backend, pieces: list[SequenceSlice]) -> list[int]:
+    """What those of the slices that sample came to."""
+    return [result.token_id for result in engine.execute(pieces, {}) if result.token_id is not None]
 
 
 def answer(prompt: list[int], count: int, plan: SamplingPlan = GREEDY) -> list[int]:
     engine = backend()
-    tokens = engine.execute([piece(prompt, plan=plan)])
-    while len(tokens) < count:
-        tokens += engine.execute([piece(tokens[-1:], start=len(prompt) + len(tokens) - 1, plan=plan)])
-    return tokens
+    words = tokens(engine, [piece(prompt, plan=plan)])
+    while len(words) < count:
+        words += tokens(engine, [piece(words[-1:], start=len(prompt) + len(words) - 1, plan=plan)])
+    return words
 
 
 @pytest.mark.parametrize(
@@ -75,9 +84,9 @@ def test_slow_multiplies_every_part() -> None:
 
 def test_a_step_really_takes_its_time() -> None:
     engine = backend(simulate_itl_ms=10.0, fault="slow=3")
-    engine.execute([piece([5, 6])])
+    tokens(engine, [piece([5, 6])])
     began = time.monotonic()
-    engine.execute([piece([7], start=2)])
+    tokens(engine, [piece([7], start=2)])
     assert time.monotonic() - began >= 0.030
 
 
@@ -96,12 +105,12 @@ def test_the_words_vary_and_never_end_the_answer() -> None:
 def test_where_a_prompt_is_cut_does_not_change_the_next_word() -> None:
     prompt = list(range(10, 40))
     engine = backend()
-    assert engine.execute([piece(prompt[:7], samples=False)]) == []
-    assert engine.execute([piece(prompt[7:], start=7)]) == answer(prompt, 1)
+    assert tokens(engine, [piece(prompt[:7], samples=False)]) == []
+    assert tokens(engine, [piece(prompt[7:], start=7)]) == answer(prompt, 1)
 
 
 def test_neighbours_in_the_batch_do_not_change_a_word() -> None:
-    both = backend().execute([piece([1, 2, 3], blocks=range(4)), piece([9, 8], blocks=range(4, 8))])
+    both = tokens(backend(), [piece([1, 2, 3], blocks=range(4)), piece([9, 8], blocks=range(4, 8))])
     assert both == [*answer([1, 2, 3], 1), *answer([9, 8], 1)]
 
 
@@ -119,9 +128,39 @@ def test_the_seed_matters_only_when_sampling() -> None:
 
 def test_a_wrong_block_table_changes_the_answer() -> None:
     engine = backend()
-    engine.execute([piece([5, 6, 7])])
+    tokens(engine, [piece([5, 6, 7])])
     right, wrong = piece([8], start=3), piece([8], start=3, blocks=range(1, 16))
-    assert engine.execute([right]) != engine.execute([wrong])
+    assert tokens(engine, [right]) != tokens(engine, [wrong])
+
+
+def test_a_copied_block_carries_its_tokens_along() -> None:
+    engine = backend()
+    whole = answer(list(range(10, 30)), 5)
+    tokens(engine, [piece(list(range(10, 30)))])  # blocks 0 and 1
+    engine.copy_blocks([(1, 9), (9, 5)])  # in this order
+    assert tokens(engine, [piece(whole[:1], start=20, table=[0, 5, 7])]) == whole[1:2]
+
+
+def test_allowed_and_banned_tokens_and_masks_are_obeyed() -> None:
+    only = SamplingPlan(max_tokens=100, allowed_token_ids=(7, 8), banned_token_ids=(7,))
+    assert answer([5, 6], 4, only) == [8] * 4
+    mask = np.zeros(49_152 // 32, dtype=np.int32)
+    mask[1] = 0b110
+    (result,) = backend().execute([piece([5, 6])], {1: mask})
+    assert result.token_id in (33, 34)
+    (result,) = backend().execute([piece([5, 6], plan=replace(only, banned_token_ids=(7, 8)))], {})
+    assert result.problem is not None
+
+
+def test_log_probabilities_are_those_of_words_that_are_equally_likely() -> None:
+    plan = SamplingPlan(max_tokens=1, logprobs=3, prompt_logprobs=1)
+    known = [5, 338, 7]
+    (result,) = backend().execute([replace(piece(known, plan=plan), known_token_ids=known, prompt_length=3)], {})
+    assert result.logprobs is not None
+    assert result.logprobs.token.logprob == pytest.approx(-math.log(64), abs=1e-5)
+    assert (result.logprobs.token.rank, len(result.logprobs.top)) == (1, 3)
+    assert [entry.token.token_id for entry in result.prompt_logprobs] == [338, 7]
+    assert [entry.token.rank for entry in result.prompt_logprobs] == [1, 65]
 
 
 def test_every_word_is_a_space_and_letters_in_the_shipped_tokenizer() -> None:
@@ -155,6 +194,5 @@ def test_a_fault_that_does_not_exist_is_a_start_error_with_the_ones_that_do(text
 def test_garbage_begins_after_the_given_number_of_tokens() -> None:
     engine = FaultyBackend(backend(), Faults(garbage_after_tokens=2))
     pieces = [piece([n], blocks=range(n, n + 1)) for n in range(3)]
-    tokens = engine.execute(pieces)
-    assert [token < engine.vocab_size for token in tokens] == [True, True, False]
-    assert engine.execute(pieces[:1])[0] >= engine.vocab_size
+    assert [token < engine.vocab_size for token in tokens(engine, pieces)] == [True, True, False]
+    assert tokens(engine, pieces[:1])[0] >= engine.vocab_size

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.base.errors import StartError
@@ -23,8 +24,22 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufHeader:
+    """Everything before the tensors: `metadata` in file order, arrays as tuples, and what the tensor table needs."""
+
+    metadata: Mapping[str, Value]
+    tensor_count: int
+    end: int  # offset of the first byte after the metadata, where the tensor table begins
+
+
 def read_gguf_metadata(path: str | Path) -> Mapping[str, Value]:
     """Every key of the file, in file order; arrays are tuples. StartError when it is no whole GGUF file."""
+    return read_gguf_header(path).metadata
+
+
+def read_gguf_header(path: str | Path) -> GgufHeader:
+    """The metadata and where it ends, read once. StartError when it is no whole GGUF file."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Section(data).read()
@@ -41,19 +56,19 @@ class _Section:
         self._data = data
         self._at = 0
 
-    def read(self) -> dict[str, Value]:
+    def read(self) -> GgufHeader:
         if self._data[:4] != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         version = _U32.unpack_from(self._data, 4)[0]
         if version not in (2, 3):  # 1 had 32-bit counts; a big-endian file shows up here too
             raise ValueError(f"version {version} is not supported, only 2 and 3 in little-endian order")
-        self._at = 16  # past magic, version and the tensor count
-        count = self._u64()
+        self._at = 8  # past magic and version
+        tensor_count, count = self._u64(), self._u64()
         values = {}
         for _ in range(count):
             key = self._strings(1)[0]
             values[key] = self._value(self._u32())
-        return values
+        return GgufHeader(metadata=values, tensor_count=tensor_count, end=self._at)
 
     def _value(self, kind: int) -> Value:
         if kind == _STRING:

@@ -21,20 +21,27 @@ class Piece:
 class AnswerText:
     """One per answer; `push` until it says stopped or the tokens end, then `finish` once.
 
-    A stop text that is itself a special token stops at that token's id, because special tokens have no text.
+    A stop text that is itself a special token stops at that token's id, because special tokens have no text. The text
+    of the first `min_tokens` tokens is shown as it is: a stop text counts only if all of it comes after them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, field: str = "sampling.stop") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, min_tokens: int = 0, field: str = "sampling.stop"
+    ) -> None:
         """InvalidRequest with the path `field` when `stops` are too many, too long or empty."""
         self._detokenizer = Detokenizer(tokenizer)
         self._checker = StopChecker(stops, field=field)
         self._stop_ids = frozenset(i for i in map(tokenizer.special_id, stops) if i is not None)
+        self._unchecked = min_tokens
         self._stopped = False
 
     def push(self, token_id: int) -> Piece:
         """The text that `token_id` adds, often none; nothing after a stop."""
         if self._stopped:
             return Piece("", True)
+        if self._unchecked > 0:
+            self._unchecked -= 1
+            return Piece(self._detokenizer.push(token_id), False)
         if token_id in self._stop_ids:
             text = self.finish()
             self._stopped = True

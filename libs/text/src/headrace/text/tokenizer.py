@@ -73,6 +73,10 @@ class Tokenizer:
         """The ids of a prompt, after the model's begin-of-sequence id if it asks for one."""
         return self._leading_bos + _ids(self._backend, text, "prompt")
 
+    def encode_inside(self, text: str) -> list[int]:
+        """The ids of a text that goes on from another one: no begin-of-sequence id, no space put in front."""
+        return _ids(self._inner, text, "text")
+
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """The ids of a conversation, ready for the assistant's next turn. InvalidRequest names the field at fault."""
         if self._template is None:

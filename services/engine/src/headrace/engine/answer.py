@@ -4,69 +4,58 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from headrace.api.common.v1 import answer_pb2, sampling_pb2
 from headrace.api.engine.v1 import engine_service_pb2 as pb
 from headrace.base.errors import DeadlinePassed, Exhausted, HeadraceError, InternalError, InvalidRequest
-from headrace.engine.core.finish import ErrorReason, Finish, FinishReason
-from headrace.engine.sampling import plan_of
+from headrace.engine.choice import Choice
+from headrace.engine.core.finish import ErrorReason, Finish
+from headrace.engine.core.likelihood import Logprobs
+from headrace.engine.logprobs import logprobs_message
+from headrace.engine.sampling import answers_wanted, plan_of
 from headrace.engine.sequences import Sequences
 from headrace.observe.tracing import current_traceparent
 from headrace.rpc.context import CallContext
-from headrace.text.answer import AnswerText
 from headrace.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 1024
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """A token of answer `index`, or its end."""
+
+    index: int
+    token_id: int | None = None
+    logprobs: Logprobs | None = None
+    finish: Finish | None = None
+
+
 class Inbox:
-    """One sequence's tokens and end, as they come."""
+    """The news of one request's answers, as they come; the slots are the answers' indices."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[int | Finish] = asyncio.Queue()
+        self._queue: asyncio.Queue[News] = asyncio.Queue()
 
-    def deliver(self, slots: Sequence[int], token_ids: Sequence[int], finishes: Sequence[tuple[int, Finish]]) -> None:
-        """Queue this sequence's news; bounded by its max_tokens."""
-        for token_id in token_ids:
-            self._queue.put_nowait(token_id)
-        for _, finish in finishes:
-            self._queue.put_nowait(finish)
+    def deliver(
+        self,
+        slots: Sequence[int],
+        token_ids: Sequence[int],
+        logprobs: Sequence[tuple[int, Logprobs]],
+        finishes: Sequence[tuple[int, Finish]],
+    ) -> None:
+        """Queue this request's news; bounded by its max_tokens."""
+        found = dict(logprobs)
+        for slot, token_id in zip(slots, token_ids, strict=True):
+            self._queue.put_nowait(News(index=slot, token_id=token_id, logprobs=found.get(slot)))
+        for slot, finish in finishes:
+            self._queue.put_nowait(News(index=slot, finish=finish))
 
-    async def next(self) -> int | Finish:
-        """The next token id, or the end."""
+    async def next(self) -> News:
+        """The next token, or end."""
         return await self._queue.get()
-
-
-@dataclass(slots=True)
-class Watch:
-    """Times of one answer on the monotonic clock."""
-
-    started: float = field(default_factory=time.monotonic)
-    first: float | None = None
-    last: float = 0.0
-    gaps_ms: list[float] = field(default_factory=list)
-
-    def token(self) -> None:
-        """A token has come."""
-        now = time.monotonic()
-        if self.first is None:
-            self.first = now
-        else:
-            self.gaps_ms.append((now - self.last) * 1000)
-        self.last = now
-
-    def timings(self, finish: Finish | None) -> answer_pb2.Timings:
-        """The record; `finish` None when the shell itself ended the answer at a stop text."""
-        return answer_pb2.Timings(
-            queue_ms=finish.queue_ms if finish else 0.0,
-            prefill_ms=finish.prefill_ms if finish else 0.0,
-            first_token_ms=((self.first or time.monotonic()) - self.started) * 1000,
-            inter_token_ms=self.gaps_ms,
-            total_ms=(time.monotonic() - self.started) * 1000,
-        )
 
 
 async def prompt_ids(tokenizer: Tokenizer, request: pb.GenerateRequest) -> list[int]:
@@ -90,13 +79,13 @@ def with_defaults(sampling: sampling_pb2.SamplingParams) -> sampling_pb2.Samplin
 async def stream_answer(
     sequences: Sequences, tokenizer: Tokenizer, request: pb.GenerateRequest, call: CallContext, engine_id: str
 ) -> AsyncIterator[pb.GenerateResponse]:
-    """Started, deltas, finished; leaving it early aborts the sequence."""
+    """Started, deltas of all n answers as they come, finished; leaving it early aborts the sequences."""
     ids = await prompt_ids(tokenizer, request)
     sampling = with_defaults(request.sampling)
-    text = AnswerText(tokenizer, sampling.stop)
-    watch, inbox = Watch(), Inbox()
-    traceparent = current_traceparent()
-    sequence_id = sequences.submit(
+    n = answers_wanted(sampling)
+    choices = [Choice(index, tokenizer, sampling) for index in range(n)]
+    inbox, traceparent = Inbox(), current_traceparent()
+    first = sequences.submit(
         inbox,
         0,
         ids,
@@ -105,45 +94,56 @@ async def stream_answer(
         attempt=1,
         traceparent=traceparent,
         deadline=call.deadline,
+        n=n,
     )
     started = answer_pb2.AnswerStarted(
-        request_id=call.request_id,
-        trace_id=traceparent[3:35],
-        prompt_tokens=len(ids),
-        seed=sampling.seed,
+        request_id=call.request_id, trace_id=traceparent[3:35], prompt_tokens=len(ids), seed=sampling.seed
     )
-    count, stopped = 0, False
-    finish: Finish | None = None
     try:
         yield pb.GenerateResponse(started=started)
-        while finish is None:
+        while any(choice.finish is None for choice in choices):
             news = await inbox.next()
-            if isinstance(news, Finish):
-                finish = news
-            elif not stopped:
-                watch.token()
-                count += 1
-                piece = text.push(news)
-                yield pb.GenerateResponse(delta=answer_pb2.AnswerDelta(text=piece.text, token_ids=[news]))
-                if piece.stopped:
-                    stopped = True
-                    sequences.abort(sequence_id)
+            choice = choices[news.index]
+            delta = _absorbed(choice, news)
+            if delta is not None:
+                yield pb.GenerateResponse(delta=delta)
+            if choice.stopped:
+                sequences.abort(first + choice.index)
     finally:
-        sequences.abort(sequence_id)
-    if not stopped:
-        raise_problem(finish)
-        rest = text.finish()
-        if rest:
-            yield pb.GenerateResponse(delta=answer_pb2.AnswerDelta(text=rest))
-    reason = FinishReason.STOP if stopped else finish.reason
-    yield pb.GenerateResponse(
-        finished=answer_pb2.AnswerFinished(
-            finish_reason=answer_pb2.FinishReason.Value(f"FINISH_REASON_{reason.value}"),
-            usage=answer_pb2.Usage(prompt_tokens=len(ids), completion_tokens=count),
-            timings=watch.timings(finish),
-            engine_id=engine_id,
-            attempts=1,
-        )
+        for index in range(n):
+            sequences.abort(first + index)
+    yield pb.GenerateResponse(finished=_finished(choices, len(ids), engine_id))
+
+
+def _absorbed(choice: Choice, news: News) -> answer_pb2.AnswerDelta | None:
+    """What one piece of news adds to its answer's text."""
+    if news.finish is not None:
+        if not choice.stopped:
+            raise_problem(news.finish)
+        rest = choice.end(news.finish)
+        return answer_pb2.AnswerDelta(text=rest, index=choice.index) if rest else None
+    if choice.stopped or news.token_id is None:  # on its way when the sequence was aborted
+        return None
+    logprobs = [] if news.logprobs is None else [logprobs_message(news.logprobs)]
+    text = choice.push(news.token_id)
+    return answer_pb2.AnswerDelta(text=text, token_ids=[news.token_id], index=choice.index, logprobs=logprobs)
+
+
+def _finished(choices: Sequence[Choice], prompt_tokens: int, engine_id: str) -> answer_pb2.AnswerFinished:
+    finish = choices[0].finish
+    assert finish is not None
+    return answer_pb2.AnswerFinished(
+        finish_reason=choices[0].message().finish_reason,
+        usage=answer_pb2.Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=sum(choice.tokens for choice in choices),
+            cached_tokens=finish.cached_tokens,
+        ),
+        timings=choices[0].timings(),
+        engine_id=engine_id,
+        attempts=1,
+        choices=[choice.message() for choice in choices],
+        prompt_logprobs=[logprobs_message(one) for one in finish.prompt_logprobs],
     )
 
 
@@ -153,6 +153,7 @@ _INVALID = {
     ErrorReason.CONTEXT_EXCEEDED,
     ErrorReason.CACHE_EXCEEDED,
     ErrorReason.INVALID_FIELD,
+    ErrorReason.NO_TOKEN_ALLOWED,
 }
 
 
@@ -162,8 +163,9 @@ def raise_problem(finish: Finish) -> None:
     if problem is None:
         return
     if problem.reason in _INVALID:
-        field_name = "prompt" if problem.field.startswith("token_ids") else problem.field
-        raise InvalidRequest(field_name, problem.message, reason=problem.reason.value)
+        field_name = "prompt" if problem.field.startswith("token_ids") else problem.field or "sampling"
+        why = problem.message.removeprefix(problem.field).lstrip()  # the error names the field itself
+        raise InvalidRequest(field_name, why, reason=problem.reason.value)
     errors: dict[ErrorReason, HeadraceError] = {
         ErrorReason.DEADLINE_EXCEEDED: DeadlinePassed(problem.message),
         ErrorReason.QUEUE_FULL: Exhausted(problem.message, reason="QUEUE_FULL", retry_after_s=1.0),

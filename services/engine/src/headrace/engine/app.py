@@ -17,6 +17,7 @@ from headrace.bundle.bundle import describe, digest
 from headrace.bundle.shipped import shipped_model_path
 from headrace.coord.redis.replica_board import ReplicaBoard
 from headrace.coord.redis.store import open_redis
+from headrace.engine.cache_feed import CacheFeed
 from headrace.engine.heartbeat import Heart, Identity
 from headrace.engine.sequences import Sequences
 from headrace.engine.servicer import EngineServicer
@@ -40,11 +41,13 @@ class EngineApp:
         self._tracing = Tracing("engine", settings.engine_id, settings.otlp_endpoint)
         self._redis = open_redis(settings.redis_url) if settings.redis_url else None
         self._worker = WorkerClient()
-        self._sequences = Sequences(self._worker)
+        epoch = new_epoch()
+        self._cache = CacheFeed(epoch)
+        self._sequences = Sequences(self._worker, self._cache)
         self._heart = Heart(
             Identity(
                 engine_id=settings.engine_id,
-                epoch=new_epoch(),
+                epoch=epoch,
                 deployment=settings.deployment,
                 bundle_digest="",
                 backend=settings.backend.value,
@@ -55,7 +58,7 @@ class EngineApp:
             lambda: self._sequences.load,
             settings.heartbeat_period_s,
         )
-        self._servicer = EngineServicer(settings, self._heart, self._sequences)
+        self._servicer = EngineServicer(settings, self._heart, self._sequences, self._cache)
         self._server = Server(ServerSettings(address=settings.address), service_name="engine")
         self._server.add(rpc.add_EngineServiceServicer_to_server, self._servicer, SERVICE)
         self._beating: asyncio.Future[None] | None = None
@@ -82,7 +85,9 @@ class EngineApp:
         me.address = await self._server.start()
         me.address = self._settings.advertise or me.address
         self._beating = asyncio.ensure_future(self._heart.beat())
-        config = self._settings.worker_config(bundle.model_path, bundle.precision, bundle.max_model_len)
+        config = self._settings.worker_config(
+            bundle.model_path, bundle.precision, bundle.max_model_len, me.bundle_digest
+        )
         loading = asyncio.ensure_future(asyncio.to_thread(load_tokenizer, bundle.model_path))
         try:
             ready = await self._worker.start(config)
@@ -133,6 +138,7 @@ class EngineApp:
             await asyncio.sleep(0.02)
         for session in self._servicer.sessions:
             session.close()
+        self._cache.close()
         await self._server.drain(2.0)
         await self._worker.stop()
         if self._beating is not None:

@@ -12,11 +12,20 @@ from headrace.api.engine.v1 import engine_service_pb2 as pb
 from headrace.base.deadline import Deadline
 from headrace.base.errors import HeadraceError, InvalidRequest, StaleEpoch
 from headrace.engine.core.finish import Finish
+from headrace.engine.core.likelihood import Logprobs
+from headrace.engine.core.placement import Placement, Priority
+from headrace.engine.core.sampling_plan import SamplingPlan
+from headrace.engine.logprobs import logprobs_message
 from headrace.engine.metrics import GATEWAYS
-from headrace.engine.sampling import plan_of
+from headrace.engine.sampling import MAX_ANSWERS, answers_wanted, plan_of
 from headrace.engine.sequences import Sequences
 
 log = structlog.get_logger(__name__)
+_PRIORITIES = {
+    pb.PRIORITY_BATCH: Priority.BATCH,
+    pb.PRIORITY_STANDARD: Priority.STANDARD,
+    pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
+}
 
 
 class AttachSession:
@@ -35,11 +44,19 @@ class AttachSession:
         """Sequences of this gateway that have not finished."""
         return len(self._slots)
 
-    def deliver(self, slots: Sequence[int], token_ids: Sequence[int], finishes: Sequence[tuple[int, Finish]]) -> None:
+    def deliver(
+        self,
+        slots: Sequence[int],
+        token_ids: Sequence[int],
+        logprobs: Sequence[tuple[int, Logprobs]],
+        finishes: Sequence[tuple[int, Finish]],
+    ) -> None:
         """Queue one step's news. The queue is bounded by the tokens its open sequences may still emit."""
         for slot, _ in finishes:
             self._slots.pop(slot, None)
-        self._send(slots, token_ids, [_finish_message(slot, finish) for slot, finish in finishes])
+        step = pb.Step(slots=slots, token_ids=token_ids, finishes=[_finish_message(*finish) for finish in finishes])
+        step.logprobs.extend(pb.SlotLogprobs(slot=slot, logprobs=logprobs_message(one)) for slot, one in logprobs)
+        self._send(step)
 
     def close(self) -> None:
         """End the stream from this side, after what is queued."""
@@ -86,30 +103,64 @@ class AttachSession:
         self.close()
 
     def _submit(self, submit: pb.Submit) -> None:
-        if submit.slot in self._slots:
-            raise InvalidRequest("submit.slot", f"slot {submit.slot} is in use until its finish record has arrived")
+        # An n out of range takes its slots, too, until they are all refused.
+        slots = range(submit.slot, submit.slot + min(max(1, submit.sampling.n), MAX_ANSWERS))
+        for slot in slots:
+            if slot in self._slots:
+                raise InvalidRequest("submit.slot", f"slot {slot} is in use until its finish record has arrived")
         if self._draining():
-            self._refuse(submit.slot, "DRAINING", "this replica is draining and takes nothing new")
+            self._refuse(slots, "DRAINING", "this replica is draining and takes nothing new")
             return
-        self._slots[submit.slot] = self._sequences.submit(
+        try:
+            answers_wanted(submit.sampling)
+            plan = plan_of(submit.sampling, default_max_tokens=1)
+        except InvalidRequest as invalid:
+            self._refuse(slots, invalid.reason, str(invalid), invalid.field or "")
+        else:
+            self._start(submit, plan, slots)
+
+    def _start(self, submit: pb.Submit, plan: SamplingPlan, slots: Sequence[int]) -> None:
+        first = self._sequences.submit(
             self,
             submit.slot,
             submit.token_ids,
-            plan_of(submit.sampling, default_max_tokens=1),
+            plan,
             request_id=submit.request_id,
             attempt=submit.attempt,
             traceparent=submit.traceparent,
             deadline=Deadline.after(submit.deadline_ms / 1000) if submit.deadline_ms else Deadline.never(),
+            n=len(slots),
+            emitted_tokens=submit.emitted_tokens,
+            placement=_placement(submit),
         )
+        for index, slot in enumerate(slots):
+            self._slots[slot] = first + index
 
-    def _refuse(self, slot: int, reason: str, message: str) -> None:
-        finish = pb.Finish(slot=slot, reason=answer_pb2.FINISH_REASON_ERROR, error_reason=reason, error_message=message)
-        self._send((), (), [finish])
+    def _refuse(self, slots: Sequence[int], reason: str, message: str, field: str = "") -> None:
+        finishes = [
+            pb.Finish(
+                slot=slot,
+                reason=answer_pb2.FINISH_REASON_ERROR,
+                error_reason=reason,
+                error_message=message,
+                error_field=field,
+            )
+            for slot in slots
+        ]
+        self._send(pb.Step(finishes=finishes))
 
-    def _send(self, slots: Sequence[int], token_ids: Sequence[int], finishes: Sequence[pb.Finish]) -> None:
+    def _send(self, step: pb.Step) -> None:
         self._steps += 1
-        step = pb.Step(step=self._steps, slots=slots, token_ids=token_ids, finishes=finishes)
+        step.step = self._steps
         self._outgoing.put_nowait(step)
+
+
+def _placement(submit: pb.Submit) -> Placement:
+    return Placement(
+        priority=_PRIORITIES.get(submit.priority, Priority.STANDARD),
+        isolation_domain=submit.isolation_domain,
+        adapter_digest=submit.adapter_digest,
+    )
 
 
 def _finish_message(slot: int, finish: Finish) -> pb.Finish:
@@ -124,4 +175,6 @@ def _finish_message(slot: int, finish: Finish) -> pb.Finish:
         prefill_ms=finish.prefill_ms,
         prefill_chunks=finish.prefill_chunks,
         preemptions=finish.preemptions,
+        cached_tokens=finish.cached_tokens,
+        prompt_logprobs=map(logprobs_message, finish.prompt_logprobs),
     )

@@ -119,6 +119,7 @@ class Heart:
                 load.running,
             )
             beat.free_blocks, beat.total_blocks = load.free_blocks, load.total_blocks
+            beat.cached_blocks, beat.pressure = load.cached_blocks, load.pressure
             if load.prefill_tokens_per_s is not None:
                 beat.prefill_tokens_per_s = load.prefill_tokens_per_s
             if load.itl_ms is not None:

@@ -12,19 +12,31 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.base.deadline import Deadline
+from headrace.engine.cache_feed import CacheFeed
 from headrace.engine.core.finish import Finish, FinishReason
+from headrace.engine.core.likelihood import Logprobs
 from headrace.engine.core.load import Load
+from headrace.engine.core.placement import USUAL, Placement
 from headrace.engine.core.sampling_plan import SamplingPlan
-from headrace.engine.metrics import FINISHES, OPEN, PREEMPTIONS, PROMPT_TOKENS, TOKENS, show_load
-from headrace.engine.worker.client import WorkerClient
+from headrace.engine.metrics import CACHED_TOKENS, FINISHES, OPEN, PREEMPTIONS, PROMPT_TOKENS, TOKENS, show_load
+from headrace.engine.worker.client import StepEvent, WorkerClient
 from headrace.observe.tracing import record_span
 
 
 class Owner(Protocol):
     """Takes one step's news for its own sequences, named by the slots it chose. Must not wait."""
 
-    def deliver(self, slots: Sequence[int], token_ids: Sequence[int], finishes: Sequence[tuple[int, Finish]]) -> None:
-        """`slots[i]` emitted `token_ids[i]`; `finishes` are (slot, finish), their slots free afterwards."""
+    def deliver(
+        self,
+        slots: Sequence[int],
+        token_ids: Sequence[int],
+        logprobs: Sequence[tuple[int, Logprobs]],
+        finishes: Sequence[tuple[int, Finish]],
+    ) -> None:
+        """`slots[i]` emitted `token_ids[i]`; `logprobs` are (slot, of its token) in their order, for those that asked.
+
+        `finishes` are (slot, finish), their slots free afterwards.
+        """
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +45,7 @@ class OpenSequence:
 
     owner: Owner
     slot: int
+    index: int  # which answer of its request
     request_id: str
     attempt: int
     traceparent: str
@@ -47,14 +60,16 @@ class _News:
 
     slots: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
     finishes: list[tuple[int, Finish]] = field(default_factory=list)
 
 
 class Sequences:
     """All open sequences of this process. Belongs to the event loop."""
 
-    def __init__(self, worker: WorkerClient) -> None:
+    def __init__(self, worker: WorkerClient, cache: CacheFeed) -> None:
         self._worker = worker
+        self.cache = cache
         self._open: dict[int, OpenSequence] = {}
         self.load: Load | None = None
 
@@ -72,21 +87,32 @@ class Sequences:
         attempt: int,
         traceparent: str,
         deadline: Deadline,
+        n: int = 1,
+        emitted_tokens: int = 0,
+        placement: Placement = USUAL,
     ) -> int:
-        """Hand a sequence to the worker; its id is for `abort`. Refusals come to the owner as a finish."""
-        sequence_id = self._worker.submit(token_ids, plan, deadline=deadline)
-        self._open[sequence_id] = OpenSequence(
-            owner=owner,
-            slot=slot,
-            request_id=request_id,
-            attempt=attempt,
-            traceparent=traceparent,
-            prompt_tokens=len(token_ids),
-            submitted_ns=time.time_ns(),
+        """Hand a request to the worker: `n` sequences that share its prompt, in slots `slot` to ``slot + n - 1``.
+
+        Sequence i has the id returned plus i, for `abort`, and the plan's seed plus i. Refusals come to the owner as
+        finishes.
+        """
+        first = self._worker.submit(
+            token_ids, plan, deadline=deadline, n=n, emitted_tokens=emitted_tokens, placement=placement
         )
-        OPEN.inc()
+        for index in range(n):
+            self._open[first + index] = OpenSequence(
+                owner=owner,
+                slot=slot + index,
+                index=index,
+                request_id=request_id,
+                attempt=attempt,
+                traceparent=traceparent,
+                prompt_tokens=len(token_ids),
+                submitted_ns=time.time_ns(),
+            )
+        OPEN.inc(n)
         PROMPT_TOKENS.inc(len(token_ids))
-        return sequence_id
+        return first
 
     def abort(self, sequence_id: int) -> None:
         """End a sequence early; its finish follows. Unknown ids have finished already."""
@@ -98,23 +124,27 @@ class Sequences:
         async for event in self._worker.events():
             self.load = event.load
             show_load(event.load)
-            self._hand_out(event.sequence_ids, event.token_ids, event.finishes)
+            self.cache.apply(event.cache_events)
+            self._hand_out(event)
 
-    def _hand_out(self, sequence_ids: Sequence[int], token_ids: Sequence[int], finishes: Sequence[Finish]) -> None:
+    def _hand_out(self, event: StepEvent) -> None:
         shares: dict[int, tuple[Owner, _News]] = {}
-        for sequence_id, token_id in zip(sequence_ids, token_ids, strict=True):
+        for sequence_id, token_id in zip(event.sequence_ids, event.token_ids, strict=True):
             sequence = self._open[sequence_id]
             sequence.tokens += 1
             news = _share(shares, sequence.owner)
             news.slots.append(sequence.slot)
             news.token_ids.append(token_id)
-        TOKENS.inc(len(token_ids))
-        for finish in finishes:
+        TOKENS.inc(len(event.token_ids))
+        for sequence_id, logprobs in event.logprobs:
+            sequence = self._open[sequence_id]
+            _share(shares, sequence.owner).logprobs.append((sequence.slot, logprobs))
+        for finish in event.finishes:
             sequence = self._open.pop(finish.sequence_id)
             _share(shares, sequence.owner).finishes.append((sequence.slot, finish))
             _record(sequence, finish)
         for owner, news in shares.values():
-            owner.deliver(news.slots, news.token_ids, news.finishes)
+            owner.deliver(news.slots, news.token_ids, news.logprobs, news.finishes)
 
 
 def _share(shares: dict[int, tuple[Owner, _News]], owner: Owner) -> _News:
@@ -127,6 +157,8 @@ def _record(sequence: OpenSequence, finish: Finish) -> None:
     problem = finish.problem.reason.value if finish.problem else ""
     FINISHES.labels(finish.reason.value, problem).inc()
     PREEMPTIONS.inc(finish.preemptions)
+    if sequence.index == 0:  # the answers of one request share the prompt
+        CACHED_TOKENS.inc(finish.cached_tokens)
     if not sequence.traceparent:
         return
     start, end = sequence.submitted_ns, time.time_ns()
@@ -145,6 +177,7 @@ def _record(sequence: OpenSequence, finish: Finish) -> None:
             "gen_ai.response.finish_reasons": finish.reason.value.lower(),
             "headrace.prefill_chunks": finish.prefill_chunks,
             "headrace.preemptions": finish.preemptions,
+            "headrace.cached_tokens": finish.cached_tokens,
         },
         problem or None if finish.reason is FinishReason.ERROR else None,
     )

@@ -11,20 +11,24 @@ from headrace.api.engine.v1 import engine_service_pb2_grpc as rpc
 from headrace.base.errors import Unavailable
 from headrace.engine.answer import stream_answer
 from headrace.engine.attach import AttachSession
+from headrace.engine.cache_feed import CacheFeed
 from headrace.engine.heartbeat import Heart
 from headrace.engine.sequences import Sequences
 from headrace.engine.settings import EngineSettings
 from headrace.rpc.context import current_call
 from headrace.text.tokenizer import Tokenizer
 
+_NOT_SHOWN = ("redis_url", "otlp_endpoint", "prefix_cache_key")  # they may hold secrets
+
 
 class EngineServicer(rpc.EngineServiceServicer):
     """Serves one replica. `tokenizer` is set once it is loaded; until the worker is ready every call is refused."""
 
-    def __init__(self, settings: EngineSettings, heart: Heart, sequences: Sequences) -> None:
+    def __init__(self, settings: EngineSettings, heart: Heart, sequences: Sequences, cache: CacheFeed) -> None:
         self._settings = settings
         self._heart = heart
         self._sequences = sequences
+        self._cache = cache
         self.tokenizer: Tokenizer | None = None
         self.vocab_size = 0
         self.sessions: set[AttachSession] = set()
@@ -62,9 +66,17 @@ class EngineServicer(rpc.EngineServiceServicer):
         async for event in events:
             yield event
 
+    async def SubscribeCacheEvents(
+        self, request: pb.SubscribeCacheEventsRequest, context: Any
+    ) -> AsyncIterator[pb.SubscribeCacheEventsResponse]:
+        """The prefix cache as it changes."""
+        self._require_ready()
+        async for change in self._cache.follow(request.epoch, request.sequence):
+            yield change
+
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
         """What this replica is and how it is doing; answers while warming, too."""
-        shown = {k: str(v) for k, v in asdict(self._settings).items() if k not in ("redis_url", "otlp_endpoint")}
+        shown = {k: str(v) for k, v in asdict(self._settings).items() if k not in _NOT_SHOWN}
         return pb.DescribeResponse(heartbeat=self._heart.message(), settings=shown)
 
     def _require_ready(self) -> None:

@@ -30,6 +30,12 @@ class EngineSettings:
     max_waiting: int = knob(256, help="sequences that may wait; one more is refused with QUEUE_FULL", least=1)
     kv_cache_memory_bytes: int = knob(512 << 20, help="memory of the KV cache, in bytes", least=1)
     block_size: int = knob(16, help="tokens per KV block", least=1, most=1024)
+    enable_prefix_caching: bool = knob(True, help="reuse the KV blocks of prompts that begin alike")
+    prefix_cache_key: str = knob(
+        "",
+        help="secret of the prefix hashes, hexadecimal, for all who must agree on them; empty: random per process",
+        env="HEADRACE_PREFIX_CACHE_KEY",
+    )
     max_model_len: int = knob(0, help="context limit in tokens; 0: what bundle and KV cache hold", least=0)
     precision: str = knob("float32", help="float32 or bfloat16, when no bundle says")
     heartbeat_period_s: float = knob(0.25, help="seconds between heartbeats", least=0.01, most=5)
@@ -40,8 +46,8 @@ class EngineSettings:
     simulate_warm_up_s: float = knob(0.0, help="simulated: time to load", least=0)
     fault: str = knob("", help="simulated: faults, e.g. die_after_tokens=5,slow=4")
 
-    def worker_config(self, model: str, precision: str, context_limit: int) -> WorkerConfig:
-        """The worker's part; `model`, `precision` and `context_limit` are the bundle's."""
+    def worker_config(self, model: str, precision: str, context_limit: int, bundle_digest: str) -> WorkerConfig:
+        """The worker's part; the arguments are the bundle's."""
         return WorkerConfig(
             backend=self.backend,
             model=model,
@@ -54,6 +60,9 @@ class EngineSettings:
             block_size=self.block_size,
             max_model_len=self.max_model_len,
             context_limit=context_limit,
+            bundle_digest=bundle_digest,
+            enable_prefix_caching=self.enable_prefix_caching,
+            prefix_cache_key=self.prefix_cache_key,
             simulate_step_ms=self.simulate_step_ms,
             simulate_prefill_tokens_per_s=self.simulate_prefill_tokens_per_s,
             simulate_itl_ms=self.simulate_itl_ms,

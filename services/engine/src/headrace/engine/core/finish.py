@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from headrace.engine.core.likelihood import Logprobs
+
 
 class FinishReason(Enum):
     """Why a sequence ended, by the protocol's names."""
@@ -26,6 +28,9 @@ class ErrorReason(Enum):
     CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
     CACHE_EXCEEDED = "CACHE_EXCEEDED"
     INVALID_FIELD = "INVALID_FIELD"
+    NUMERICAL = "NUMERICAL"  # the model's logits are not numbers
+    NO_TOKEN_ALLOWED = "NO_TOKEN_ALLOWED"  # masks, bans and min_tokens together leave nothing to sample
+    GRAMMAR_BROKEN = "GRAMMAR_BROKEN"  # a fault of ours: no tokenizer to compile for, or a token the grammar forbids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +47,8 @@ class Finish:
     """The end of one sequence; `problem` is set when `reason` is CANCELLED or ERROR.
 
     `queue_ms` runs from arrival to the start of prefill, `prefill_ms` from there to the first token; each ends with
-    the sequence if it got no further.
+    the sequence if it got no further. `cached_tokens` is what the prefix cache held of the prompt when it was first
+    admitted. `prompt_logprobs` has one entry per prompt token after the first, when asked for, as far as it got.
     """
 
     sequence_id: int
@@ -52,3 +58,5 @@ class Finish:
     prefill_ms: float = 0.0
     prefill_chunks: int = 0
     preemptions: int = 0
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[Logprobs, ...] = ()

@@ -73,6 +73,8 @@ class Load:
     """The scheduler's part of a heartbeat. A rate is None until it has been measured.
 
     `waiting_prefill_tokens` are the known tokens of waiting sequences and of running ones' chunks still to come.
+    `cached_blocks`, a part of `free_blocks`, hold a prefix until they are needed. `pressure` is the part of the blocks
+    open to admission that is in use: at 1 nothing more is admitted.
     """
 
     waiting: int
@@ -80,6 +82,8 @@ class Load:
     running: int
     free_blocks: int
     total_blocks: int
+    cached_blocks: int
+    pressure: float
     prefill_tokens_per_s: float | None
     itl_ms: float | None
 
@@ -87,15 +91,24 @@ class Load:
 def load(scheduler: Scheduler, rates: Rates) -> Load:
     """The load at this moment."""
     return Load(
-        waiting=len(scheduler.waiting),
+        waiting=scheduler.num_waiting,
         waiting_prefill_tokens=sum(len(s.token_ids) for s in scheduler.waiting)
         + sum(s.remaining_tokens for s in scheduler.running if not s.decoding),
         running=len(scheduler.running),
         free_blocks=scheduler.pool.free_blocks,
         total_blocks=scheduler.pool.total_blocks,
+        cached_blocks=scheduler.pool.cached_blocks,
+        pressure=_pressure(scheduler),
         prefill_tokens_per_s=rates.prefill_tokens_per_s,
         itl_ms=None if rates.itl_s is None else rates.itl_s * 1000,
     )
+
+
+def _pressure(scheduler: Scheduler) -> float:
+    pool = scheduler.pool
+    # Beside others nobody may have the watermark's blocks; of a pool without more than those, all count.
+    reserve = scheduler.watermark if pool.total_blocks > scheduler.watermark else 0
+    return 1.0 - max(0, pool.free_blocks - reserve) / (pool.total_blocks - reserve)
 
 
 def _mean(old: float | None, new: float) -> float:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from headrace.engine.core.finish import Finish, FinishReason, Problem
+from headrace.engine.core.likelihood import Logprobs
+from headrace.engine.core.placement import USUAL, Placement
 from headrace.engine.core.sampling_plan import SamplingPlan
 
 
 class State(Enum):
-    """Where a sequence is: WAITING holds no blocks (new or preempted), RUNNING holds them, FINISHED is gone."""
+    """Where a sequence is: WAITING holds no blocks (new or preempted), RUNNING holds them, FINISHED is gone.
+
+    WAITING_FOR_GRAMMAR waits for its grammar first. ATTACHED is an answer of a request with several: it waits, without
+    a place of its own, for the answer that computes their prompt.
+    """
 
     WAITING = auto()
+    WAITING_FOR_GRAMMAR = auto()
+    ATTACHED = auto()
     RUNNING = auto()
     FINISHED = auto()
 
@@ -32,13 +41,30 @@ class Sequence:
     plan: SamplingPlan
     arrived_at: float
     deadline_at: float = math.inf
+    placement: Placement = USUAL
+    emitted_tokens: int = 0  # at the prompt's end: an earlier attempt's part of the answer
+    grammar_pending: bool = False
+    # The scheduler's: its place in the order of service, the answers attached to it, and whom it is attached to.
+    rank: tuple[int, int, int] = (0, 0, 0)
+    followers: list[Sequence] = field(default_factory=list)
+    leader: Sequence | None = None
     state: State = State.WAITING
     num_computed_tokens: int = 0
+    forked: bool = False  # it shares another's prompt, and lacks the logits of the prompt's last token only
+    # The memory's: its blocks; the hash chain of its tokens, root first; how many blocks of it are in the prefix cache;
+    # how many it has announced to compute; the hash that somebody else is computing for it.
     block_table: list[int] = field(default_factory=list)
+    prefix: list[bytes] = field(default_factory=list)
+    stored_blocks: int = 0
+    announced_blocks: int = 0
+    awaited_hash: bytes = b""
+    # For the finish record.
     prefill_started_at: float | None = None
     first_token_at: float | None = None
     prefill_chunks: int = 0
     preemptions: int = 0
+    cached_tokens: int = 0
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
 
     @property
     def remaining_tokens(self) -> int:
@@ -47,13 +73,26 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """All that is left to compute is the newest output token."""
-        return self.num_computed_tokens >= self.prompt_length and self.remaining_tokens == 1
+        """One token is left to compute: the newest output token, or for a forked sequence the prompt's last."""
+        return (self.forked or self.num_computed_tokens >= self.prompt_length) and self.remaining_tokens == 1
 
     @property
     def longest(self) -> int:
         """The most tokens it can come to, prompt and answer."""
         return self.prompt_length + self.plan.max_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt positions must still be computed for their log-probabilities, cached or not."""
+        known = len(self.prompt_logprobs) + 1
+        return self.plan.prompt_logprobs is not None and known < self.prompt_length - self.emitted_tokens
+
+    def collect(self, start: int, logprobs: Seq[Logprobs]) -> None:
+        """Add a slice's prompt log-probabilities: entry i belongs to position ``start + i + 1``.
+
+        After a preemption positions come again; they are the same and are dropped.
+        """
+        self.prompt_logprobs += logprobs[max(0, len(self.prompt_logprobs) - start) :]
 
     def append(self, token_id: int, eos_ids: frozenset[int], now: float) -> FinishReason | None:
         """Add an output token; the reason if it is the last one, which then still belongs to the answer."""
@@ -76,4 +115,6 @@ class Sequence:
             prefill_ms=(first - started) * 1000,
             prefill_chunks=self.prefill_chunks,
             preemptions=self.preemptions,
+            cached_tokens=self.cached_tokens,
+            prompt_logprobs=tuple(self.prompt_logprobs),
         )

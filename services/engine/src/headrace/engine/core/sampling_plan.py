@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -30,7 +30,7 @@ class SamplingPlan:
     `temperature` 0 is greedy; `top_k` 0 keeps every token; `top_p` 1 and `min_p` 0 keep every token. Noise is a pure
     function of (`seed`, position, token), so the answer does not depend on the batch, the chunks, a preemption or a
     migration. `allowed_token_ids` None allows all. `logprobs` and `prompt_logprobs` None ask for none, 0 for the
-    token's own.
+    token's own. Lists of tokens keep the client's order, by which a refusal names the one at fault.
     """
 
     max_tokens: int
@@ -38,15 +38,15 @@ class SamplingPlan:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: frozenset[int] | None = None
-    banned_token_ids: frozenset[int] = frozenset()
+    allowed_token_ids: Collection[int] | None = None
+    banned_token_ids: Collection[int] = ()
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -1,24 +1,30 @@
 """Continuous batching: each step, who computes which tokens, in which blocks.
 
-A step takes running sequences first (decodes, then prefill chunks), then waiting ones, under a budget of tokens.
-When a decode needs a block and none is free, the newest sequence gives all of its blocks back and is computed again
-later. Time is an argument; the scheduler never looks at a clock.
+A step takes running sequences first (decodes, then prefill chunks), then waiting ones, under a budget of tokens. Higher
+classes come first, within a class the older. When a decode needs a block and none is free, the last of that order gives
+all of its blocks back and is computed again later. Several answers to one prompt wait as one: the first computes the
+prompt, the others then share its blocks. Time is an argument; the scheduler never looks at a clock.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from headrace.engine.core.block_pool import BlockPool
+from headrace.engine.core.cache_event import CacheEvent
 from headrace.engine.core.finish import ErrorReason, Finish, FinishReason, Problem
+from headrace.engine.core.kv_memory import KvMemory
+from headrace.engine.core.ranking import Ranking
 from headrace.engine.core.request import Sequence, State
-from headrace.engine.core.step import Hold, SequenceSlice, StepOutcome, StepPlan
+from headrace.engine.core.step import Computed, Hold, Logprobs, SequenceSlice, StepOutcome, StepPlan
 
 _CANCELLED = Problem(reason=ErrorReason.CANCELLED, message="the caller cancelled the request")
 _LATE = Problem(reason=ErrorReason.DEADLINE_EXCEEDED, message="the request's deadline passed in the engine")
+# Who waits for these is passed by: what they wait for takes no place that others could use.
+_PASSED_BY = (Hold.GRAMMAR, Hold.PREFIX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,89 +44,144 @@ class BatchLimits:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs={self.max_num_seqs} must be from 1 to "
-                f"max_num_batched_tokens={self.max_num_batched_tokens}"
+                f"max_num_batched_tokens={self.max_num_batched_tokens}: "
+                "a step computes at least one token of every running sequence"
             )
 
 
 class Scheduler:
     """The sequences of one engine. Call `schedule`, compute the plan, call `update`; submit and abort in between."""
 
-    def __init__(self, limits: BatchLimits, pool: BlockPool, eos_ids: frozenset[int]) -> None:
-        # Together in the order of arrival: victims are the newest and return to the queue's front, nobody overtakes.
-        self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
-        self.pool = pool
+    def __init__(self, limits: BatchLimits, memory: KvMemory, eos_ids: frozenset[int]) -> None:
+        # Both in the order of service: victims are the last of those that run and return to their old place.
+        self.running = Ranking()
+        self.waiting = Ranking()
         self.limits = limits
+        self._memory = memory
         self._eos_ids = eos_ids
         self._sequences: dict[int, Sequence] = {}
+        self._arrivals = 0
+        self._no_deadline_before = math.inf
         # Room for the next block of some of those that run; without it an admission is undone by the next step.
-        self._watermark = max(1, pool.total_blocks // 100)
+        self.watermark = max(1, memory.pool.total_blocks // 100)
 
-    def submit(self, sequence: Sequence, now: float) -> Finish | None:
-        """Queue a sequence, or say at once why it can never be served or not now."""
-        problem = self._refusal(sequence)
+    @property
+    def pool(self) -> BlockPool:
+        """The accounts of the blocks."""
+        return self._memory.pool
+
+    def submit(self, sequence: Sequence, now: float, others: Seq[Sequence] = ()) -> tuple[Finish, ...]:
+        """Queue a sequence, or say at once why it can never be served or not now.
+
+        `others` are further answers to the same prompt: they share the fate of this call, and nothing else.
+        """
+        family = (sequence, *others)
+        problem = self._refusal(sequence, len(family))
         if problem is not None:
-            sequence.state = State.FINISHED
-            return sequence.finish(FinishReason.ERROR, now, problem)
-        self._sequences[sequence.id] = sequence
-        self.waiting.append(sequence)
-        return None
+            for member in family:
+                member.state = State.FINISHED
+            return tuple(member.finish(FinishReason.ERROR, now, problem) for member in family)
+        self._arrivals += 1
+        for index, member in enumerate(family):
+            member.rank = (-member.placement.priority, self._arrivals, index)
+            self._memory.enter(member)
+            self._sequences[member.id] = member
+        self._no_deadline_before = min(self._no_deadline_before, sequence.deadline_at)
+        self._enqueue(sequence, others)
+        return ()
 
     def abort(self, sequence_id: int, now: float) -> Finish | None:
         """End a sequence in whatever state and free its blocks; None when it is not here (any more)."""
+        return self.end(sequence_id, FinishReason.CANCELLED, now, _CANCELLED)
+
+    def end(self, sequence_id: int, reason: FinishReason, now: float, problem: Problem | None = None) -> Finish | None:
+        """End a sequence in whatever state for a reason of the caller's; None when it is not here (any more)."""
         sequence = self._sequences.get(sequence_id)
-        if sequence is None:
-            return None
-        return self._end(sequence, FinishReason.CANCELLED, now, _CANCELLED)
+        return None if sequence is None else self._end(sequence, reason, now, problem)
+
+    def grammar_ready(self, sequence_id: int) -> None:
+        """Let a sequence run that waited for its grammar; one that is not here (any more) is nothing."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is not None:
+            sequence.grammar_pending = False
+            if sequence.state is State.WAITING_FOR_GRAMMAR:
+                sequence.state = State.WAITING
 
     def schedule(self, now: float) -> StepPlan:
         """Decide the next step; its slices are empty when there is nothing to compute."""
         expired = self._expire(now)
         slices: list[SequenceSlice] = []
+        copies: list[tuple[int, int]] = []
         admitted: list[int] = []
-        preempted = self._continue_decodes(slices)
+        preempted = self._continue_decodes(slices, copies)
         decodes = len(slices)
         budget = self._continue_prefills(slices, self.limits.max_num_batched_tokens - decodes)
         hold = Hold.PREEMPTED if preempted else self._admit(slices, budget, admitted, now)
         return StepPlan(
             slices=tuple(slices),
             decodes=decodes,
+            copies=tuple(copies),
             preempted=tuple(preempted),
             admitted=tuple(admitted),
             hold=hold,
             expired=expired,
         )
 
-    def update(self, plan: StepPlan, sampled: Seq[int], now: float) -> StepOutcome:
-        """Account for a computed step: `sampled` holds one token per slice that samples, in order."""
+    def update(self, plan: StepPlan, computed: Seq[Computed], now: float) -> StepOutcome:
+        """Account for a computed step: `computed` holds one result per slice, in order."""
         sequence_ids: list[int] = []
         token_ids: list[int] = []
+        logprobs: list[tuple[int, Logprobs]] = []
         finishes: list[Finish] = []
-        tokens = iter(sampled)
-        for piece in plan.slices:
-            token = next(tokens) if piece.samples else None
+        for piece, result in zip(plan.slices, computed, strict=True):
             sequence = self._sequences.get(piece.sequence_id)
             if sequence is None:  # aborted while the step was computed
                 continue
-            sequence.num_computed_tokens += len(piece.token_ids)
-            if token is None:
+            if result.problem is not None:
+                finishes.append(self._end(sequence, FinishReason.ERROR, now, result.problem))
+                continue
+            self._account(sequence, piece, result)
+            if result.token_id is None:
                 continue
             sequence_ids.append(sequence.id)
-            token_ids.append(token)
-            reason = sequence.append(token, self._eos_ids, now)
+            token_ids.append(result.token_id)
+            if result.logprobs is not None:
+                logprobs.append((sequence.id, result.logprobs))
+            reason = sequence.append(result.token_id, self._eos_ids, now)
+            if result.complete:
+                reason = FinishReason.STOP
             if reason is not None:
                 finishes.append(self._end(sequence, reason, now))
-        return StepOutcome(sequence_ids=sequence_ids, token_ids=token_ids, finishes=tuple(finishes))
+        return StepOutcome(
+            sequence_ids=sequence_ids, token_ids=token_ids, finishes=tuple(finishes), logprobs=tuple(logprobs)
+        )
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Every sequence that has not ended."""
+        return iter(self._sequences.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait, attached ones among them."""
+        return len(self.waiting) + sum(len(s.followers) for s in self.waiting)
 
     def next_deadline(self) -> float:
         """The earliest deadline of all sequences; infinite when there is none."""
         return min((s.deadline_at for s in self._sequences.values()), default=math.inf)
 
+    def clear_cache(self) -> None:
+        """Forget all cached prefixes, while nothing runs; BlockLeak otherwise."""
+        self._memory.clear_cache()
+
+    def take_cache_events(self) -> tuple[CacheEvent, ...]:
+        """Changes of the prefix cache since the last call."""
+        return self._memory.take_events()
+
     def check(self, also_held: Seq[Seq[int]] = ()) -> None:
         """BlockLeak unless the sequences (and `also_held`) hold exactly the blocks that are not free."""
-        self.pool.check([*(s.block_table for s in self._sequences.values()), *also_held])
+        self._memory.check([*(s.block_table for s in self._sequences.values()), *also_held])
 
-    def _refusal(self, sequence: Sequence) -> Problem | None:
+    def _refusal(self, sequence: Sequence, count: int) -> Problem | None:
         needed = self.pool.blocks_for(sequence.longest)
         if needed > self.pool.total_blocks:
             room = self.pool.total_blocks * self.pool.block_size
@@ -129,95 +190,168 @@ class Scheduler:
                 message=f"prompt and max_tokens come to {sequence.longest} tokens, the KV cache holds {room}",
                 field="sampling.max_tokens" if sequence.prompt_length < room else "token_ids",
             )
-        if len(self.waiting) >= self.limits.max_waiting:
-            return Problem(reason=ErrorReason.QUEUE_FULL, message=f"{len(self.waiting)} sequences are waiting already")
+        if count > self.limits.max_waiting:
+            return Problem(
+                reason=ErrorReason.INVALID_FIELD,
+                message=f"{count} answers can never wait at once: this engine queues {self.limits.max_waiting}",
+                field="sampling.n",
+            )
+        waiting = self.num_waiting
+        if waiting + count > self.limits.max_waiting:
+            return Problem(reason=ErrorReason.QUEUE_FULL, message=f"{waiting} sequences are waiting already")
         return None
 
     def _expire(self, now: float) -> tuple[Finish, ...]:
+        if now < self._no_deadline_before:
+            return ()
         late = [s for s in self._sequences.values() if s.deadline_at <= now]
-        return tuple(self._end(s, FinishReason.CANCELLED, now, _LATE) for s in late)
+        finishes = tuple(self._end(s, FinishReason.CANCELLED, now, _LATE) for s in late)
+        self._no_deadline_before = self.next_deadline()
+        return finishes
 
-    def _continue_decodes(self, slices: list[SequenceSlice]) -> list[int]:
-        """One token for every decoding sequence, oldest first; the ids of those that lost their blocks for it.
+    def _continue_decodes(self, slices: list[SequenceSlice], copies: list[tuple[int, int]]) -> list[int]:
+        """One token for every decoding sequence, in order; the ids of those that lost their blocks for it.
 
-        The victim is the newest of all and decodes go from old to new, so it never has a slice yet.
+        The victim is the last of all that run, so it never has a slice or a copy yet.
         """
         preempted: list[int] = []
         for sequence in list(self.running):
             if sequence.state is not State.RUNNING or not sequence.decoding:
                 continue
-            if len(sequence.token_ids) > len(sequence.block_table) * self.pool.block_size:
+            if self._memory.needs_block(sequence):
                 while not self.pool.free_blocks and sequence.state is State.RUNNING:
-                    preempted.append(self._preempt_newest())
+                    preempted.append(self._preempt_last())
                 if sequence.state is not State.RUNNING:
                     break
-                sequence.block_table += self.pool.allocate(1)
+                copy = self._memory.grow(sequence)
+                if copy is not None:
+                    copies.append(copy)
             slices.append(_slice(sequence, 1))
         return preempted
 
-    def _preempt_newest(self) -> int:
-        victim = self.running.pop()
-        self._release(victim)
-        victim.state = State.WAITING
-        victim.num_computed_tokens = 0
+    def _preempt_last(self) -> int:
+        victim = self.running.last
+        self.running.remove(victim)
+        self._memory.release(victim)
         victim.preemptions += 1
-        self.waiting.appendleft(victim)
+        self._enqueue(victim, victim.followers)
         return victim.id
 
     def _continue_prefills(self, slices: list[SequenceSlice], budget: int) -> int:
-        """A chunk for each sequence in prefill, oldest first, as far as the budget goes; the budget left.
+        """A chunk for each sequence in prefill, in order, as far as the budget goes; the budget left.
 
         Their blocks were allocated when they were admitted.
         """
         for sequence in self.running:
-            if budget and not sequence.decoding:
+            if not budget:
+                break
+            if not sequence.decoding:
                 tokens = min(sequence.remaining_tokens, budget)
                 slices.append(_slice(sequence, tokens))
                 budget -= tokens
         return budget
 
     def _admit(self, slices: list[SequenceSlice], budget: int, admitted: list[int], now: float) -> Hold | None:
-        """Start waiting sequences in order, until one has to wait: none overtakes another. Why that one waits."""
-        while self.waiting:
-            sequence = self.waiting[0]
-            hold = self._hold(sequence, budget)
-            if hold is not None:
-                return hold
-            self.waiting.popleft()
-            self._start(sequence, now)
-            tokens = min(sequence.remaining_tokens, budget)
-            slices.append(_slice(sequence, tokens))
+        """Start waiting sequences in order, until one has to wait for room; why the first that waits does so."""
+        first: Hold | None = None
+        started: list[Sequence] = []
+        attached = sum(len(s.followers) for s in self.running) if self.waiting else 0
+        for sequence in self.waiting:
+            hold, found = self._hold(sequence, budget, len(self.running) + attached)
+            if hold is None:
+                self._start(sequence, found, now)
+                started.append(sequence)
+                attached += len(sequence.followers)
+                tokens = min(sequence.remaining_tokens, budget)
+                slices.append(_slice(sequence, tokens))
+                budget -= tokens
+                continue
+            first = first or hold
+            if hold not in _PASSED_BY:
+                break
+        for sequence in started:
+            self.waiting.remove(sequence)
             admitted.append(sequence.id)
-            budget -= tokens
-        return None
+        return first
 
-    def _hold(self, sequence: Sequence, budget: int) -> Hold | None:
-        if len(self.running) >= self.limits.max_num_seqs:
-            return Hold.SEQUENCES
-        if budget < (1 if self.limits.enable_chunked_prefill else sequence.remaining_tokens):
-            return Hold.TOKENS
-        spare = self._watermark if self.running else 0
-        if self.pool.blocks_for(len(sequence.token_ids)) + spare > self.pool.free_blocks:
-            return Hold.BLOCKS
-        return None
+    def _hold(self, sequence: Sequence, budget: int, seats: int) -> tuple[Hold | None, list[int]]:
+        """Why a waiting sequence must go on waiting, `seats` being taken; else the cached blocks it starts with."""
+        if sequence.state is State.WAITING_FOR_GRAMMAR:
+            return Hold.GRAMMAR, []
+        answers = 1 + len(sequence.followers)
+        # More answers than there are places at all begin one after the other.
+        if seats + min(answers, self.limits.max_num_seqs) > self.limits.max_num_seqs:
+            return Hold.SEQUENCES, []
+        if not budget:
+            return Hold.TOKENS, []
+        if self._memory.still_awaits(sequence):
+            return Hold.PREFIX, []
+        found = self._memory.find(sequence)
+        if self._memory.is_being_computed(sequence, len(found)):
+            return Hold.PREFIX, []
+        uncached = len(sequence.token_ids) - len(found) * self.pool.block_size
+        if not self.limits.enable_chunked_prefill and budget < uncached:
+            return Hold.TOKENS, []
+        # Each further answer soon needs a block of its own; alone, a sequence may have everything.
+        spare = self.watermark + answers - 1 if seats else 0
+        if self._memory.wanted(sequence, found) + spare > self.pool.free_blocks:
+            return Hold.BLOCKS, []
+        return None, found
 
-    def _start(self, sequence: Sequence, now: float) -> None:
-        sequence.block_table = self.pool.allocate(self.pool.blocks_for(len(sequence.token_ids)))
+    def _start(self, sequence: Sequence, found: list[int], now: float) -> None:
+        self._memory.start(sequence, found)
         sequence.state = State.RUNNING
         if sequence.prefill_started_at is None:
             sequence.prefill_started_at = now
-        self.running.append(sequence)
+            sequence.cached_tokens = sequence.num_computed_tokens
+        self.running.add(sequence)
+
+    def _account(self, sequence: Sequence, piece: SequenceSlice, result: Computed) -> None:
+        sequence.num_computed_tokens += len(piece.token_ids)
+        sequence.collect(piece.start, result.prompt_logprobs)
+        self._memory.store(sequence)
+        if sequence.followers and result.token_id is not None:
+            self._fork(sequence)
+
+    def _fork(self, sequence: Sequence) -> None:
+        """Its prompt is computed: those attached to it go on from there, or wait when there is no place for them."""
+        followers, sequence.followers = sequence.followers, []
+        for follower in followers:
+            follower.leader = None
+            if follower.grammar_pending or len(self.running) >= self.limits.max_num_seqs:
+                self._enqueue(follower)
+                continue
+            self._memory.share(sequence, follower)
+            follower.state = State.RUNNING
+            follower.prefill_started_at = sequence.prefill_started_at
+            follower.prefill_chunks = sequence.prefill_chunks
+            follower.cached_tokens = sequence.cached_tokens
+            self.running.add(follower)
+
+    def _enqueue(self, sequence: Sequence, followers: Seq[Sequence] = ()) -> None:
+        """To its place among those that wait, and `followers` with it."""
+        sequence.leader = None
+        sequence.followers = list(followers)
+        for follower in followers:
+            follower.leader = sequence
+            follower.state = State.ATTACHED
+        sequence.state = State.WAITING_FOR_GRAMMAR if sequence.grammar_pending else State.WAITING
+        self.waiting.add(sequence)
 
     def _end(self, sequence: Sequence, reason: FinishReason, now: float, problem: Problem | None = None) -> Finish:
-        (self.running if sequence.state is State.RUNNING else self.waiting).remove(sequence)
-        self._release(sequence)
+        if sequence.leader is not None:
+            sequence.leader.followers.remove(sequence)
+            sequence.leader = None
+        else:
+            (self.running if sequence.state is State.RUNNING else self.waiting).remove(sequence)
+        self._memory.release(sequence)
         sequence.state = State.FINISHED
         del self._sequences[sequence.id]
+        if sequence.followers:  # the next of them computes the prompt, from what is cached of it by now
+            heir, *rest = sequence.followers
+            sequence.followers = []
+            self._enqueue(heir, rest)
         return sequence.finish(reason, now, problem)
-
-    def _release(self, sequence: Sequence) -> None:
-        self.pool.free(sequence.block_table)
-        sequence.block_table = []
 
 
 def _slice(sequence: Sequence, tokens: int) -> SequenceSlice:
@@ -231,4 +365,6 @@ def _slice(sequence: Sequence, tokens: int) -> SequenceSlice:
         block_table=sequence.block_table,
         samples=start + tokens == len(sequence.token_ids),
         plan=sequence.plan,
+        known_token_ids=sequence.token_ids,
+        prompt_length=sequence.prompt_length - sequence.emitted_tokens,
     )

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from headrace.engine.core.finish import Finish
+from headrace.engine.core.finish import Finish, Problem
+from headrace.engine.core.likelihood import Likelihood, Logprobs
 from headrace.engine.core.sampling_plan import SamplingPlan
+
+__all__ = ["Computed", "Hold", "Likelihood", "Logprobs", "SequenceSlice", "StepOutcome", "StepPlan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,33 +37,20 @@ class SequenceSlice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Likelihood:
-    """A token, the natural logarithm of its probability before temperature, penalties and masks, and its rank from 1."""
-
-    token_id: int
-    logprob: float
-    rank: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Logprobs:
-    """The likelihoods at one position: of the token that stands there, and of the likeliest, likeliest first."""
-
-    token: Likelihood
-    top: tuple[Likelihood, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
     """What the backend made of one slice.
 
     `token_id` is set when the slice samples; `logprobs` when its plan asks for them. `prompt_logprobs` are those of the
     prompt tokens that follow the slice's tokens: entry i belongs to position ``start + i + 1``; empty unless asked for.
+    `problem` is set, and nothing else is, when this sequence cannot go on (its logits are not numbers, or nothing may
+    be sampled): it ends with ERROR, its neighbours go on.
     """
 
     token_id: int | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: tuple[Logprobs, ...] = ()
+    problem: Problem | None = None
+    complete: bool = False  # nothing may follow the token: the sequence ends with STOP
 
 
 class Hold(Enum):
@@ -70,19 +60,23 @@ class Hold(Enum):
     SEQUENCES = "SEQUENCES"  # max_num_seqs are running
     TOKENS = "TOKENS"  # the step's token budget is spent, or too small for a prompt that may not be cut
     BLOCKS = "BLOCKS"  # too few free KV blocks
+    GRAMMAR = "GRAMMAR"  # its grammar is not ready; those behind it pass
+    PREFIX = "PREFIX"  # a running sequence is just computing the prefix it could share; those behind it pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What a step computes, and what was decided on the way.
 
-    The first `decodes` of the `slices` are decodes of one token each, the others are prefill chunks. `preempted` and
-    `admitted` are sequence ids in the order of the decisions; `hold` is why the queue's head still waits, None when
-    nobody does; `expired` are sequences whose deadline had passed.
+    The first `decodes` of the `slices` are decodes of one token each, the others are prefill chunks. `copies` are pairs
+    of blocks, (from, to), to copy in this order before the slices are computed. `preempted` and `admitted` are sequence
+    ids in the order of the decisions; `hold` is why the first that waits does so, None when nobody does; `expired` are
+    sequences whose deadline had passed.
     """
 
     slices: tuple[SequenceSlice, ...]
     decodes: int
+    copies: tuple[tuple[int, int], ...] = ()
     preempted: tuple[int, ...] = ()
     admitted: tuple[int, ...] = ()
     hold: Hold | None = None
@@ -91,8 +85,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What a step brought: ``sequence_ids[i]`` emitted ``token_ids[i]``, and who ended."""
+    """What a step brought: ``sequence_ids[i]`` emitted ``token_ids[i]``; who ended; logprobs by sequence id."""
 
     sequence_ids: Sequence[int]
     token_ids: Sequence[int]
     finishes: tuple[Finish, ...]
+    logprobs: tuple[tuple[int, Logprobs], ...] = ()

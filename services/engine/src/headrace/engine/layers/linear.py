@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,8 +14,22 @@ from torch import Tensor
 SKINNY_ROWS = 8
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """A linear layer: `weight` [out, in] and, in the models that have one, `bias` [out]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias`` for x [rows, in]; [rows, out]."""
+        if self.bias is None:
+            return linear(x, self.weight)
+        return linear(x, self.weight).add_(self.bias)
+
+
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` for x [rows, in] and weight [out, in]; [rows, out]."""
+    """``x @ weight.T`` for x [rows, in] and weight [out, in]; [rows, out], newly allocated."""
     rows = x.shape[0]
     if x.dtype != torch.float32 or rows > SKINNY_ROWS:
         return F.linear(x, weight)

@@ -12,7 +12,7 @@ from headrace.engine.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """The angles of one step's rows: cosines and sines, float32 [rows, 1, head_dim / 2]."""
+    """The angles of one step's rows: cosines and sines, float32 [rows, 1, head_dim / 2], times the model's factor."""
 
     cos: Tensor
     sin: Tensor
@@ -25,10 +25,13 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
     return frequencies / torch.tensor(config.rope_divisors) if config.rope_divisors else frequencies
 
 
-def rotation(positions: Tensor, frequencies: Tensor) -> Rotation:
-    """The angles at `positions` [rows]: computed per step, because a table over the context would be megabytes."""
+def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+    """The angles at `positions` [rows]: computed per step, because a table over the context would be megabytes.
+
+    `factor` scales what is rotated by them, as YaRN sharpens attention over long contexts.
+    """
     angles = (positions.float().unsqueeze(1) * frequencies).unsqueeze(1)
-    return Rotation(cos=angles.cos(), sin=angles.sin())
+    return Rotation(cos=angles.cos().mul_(factor), sin=angles.sin().mul_(factor))
 
 
 def rotate(heads: Tensor, by: Rotation) -> Tensor:

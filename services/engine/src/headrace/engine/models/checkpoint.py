@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from headrace.engine.models.config import ModelConfig
 
 
 class Checkpoint(Protocol):
-    """An open model file or folder. Weights go by their Hugging Face names without the ending ``.weight``."""
+    """An open model file or folder. Weights go by their Hugging Face names."""
 
     @property
     def config(self) -> ModelConfig:
@@ -22,3 +23,6 @@ class Checkpoint(Protocol):
         Rows of query and key projections are in Hugging Face order, rotary halves apart. StartError when the weight
         is missing, has another shape, or is stored in a type that is not supported.
         """
+
+    def unread(self) -> Sequence[str]:
+        """Weights, by the file's own names, that nobody has read although the answer depends on them."""

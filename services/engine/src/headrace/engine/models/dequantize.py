@@ -17,7 +17,7 @@ from headrace.base.errors import StartError
 # Weights are converted this many at a time, so that intermediates stay in the cache (4 MB as float32).
 CHUNK_WEIGHTS = 1 << 20
 # Types left to gguf's numpy code, by its names for them.
-_BY_GGUF = ("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
+_BY_GGUF = ("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
             "IQ1_S", "IQ1_M", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4")  # fmt: skip
 
 
@@ -88,6 +88,30 @@ def _q8_0(blocks: Tensor, out: Tensor) -> None:
     out.copy_(blocks[:, 2:].view(torch.int8)).mul_(_halves(blocks, 0, 1))
 
 
+def _q4_k(blocks: Tensor, out: Tensor) -> None:
+    """Eight groups of 32: two float16 factors, their 6-bit multiples per group in 12 bytes, then nibbles."""
+    factors = _halves(blocks, 0, 2)
+    low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat((low & 63, (high & 15) | (low >> 2 & 48)), dim=1) * factors[:, :1]
+    least = torch.cat((middle & 63, (high >> 4) | (middle >> 2 & 48)), dim=1) * factors[:, 1:]
+    packed = blocks[:, 16:].reshape(-1, 4, 32)
+    groups = out.view(-1, 4, 2, 32)
+    groups[:, :, 0] = packed & 15
+    groups[:, :, 1] = packed >> 4
+    out.view(-1, 8, 32).mul_(scales.unsqueeze(2)).sub_(least.unsqueeze(2))
+
+
+def _q6_k(blocks: Tensor, out: Tensor) -> None:
+    """Two halves of 128: low nibbles in 64 bytes, upper bit pairs in 32; an int8 multiple of the scale per 16."""
+    low, high = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 32)
+    scales = blocks[:, 192:208].view(torch.int8) * _halves(blocks, 208, 1)
+    quarters = out.view(-1, 2, 4, 32)
+    for quarter in range(4):
+        nibbles = low[:, :, quarter % 2 * 32 : quarter % 2 * 32 + 32] >> quarter // 2 * 4 & 15
+        quarters[:, :, quarter] = nibbles | (high >> 2 * quarter & 3) << 4
+    out.view(-1, 16, 16).sub_(32).mul_(scales.unsqueeze(2))
+
+
 def _plain(dtype: torch.dtype) -> Callable[[Tensor, Tensor], None]:
     def convert(blocks: Tensor, out: Tensor) -> None:
         out.copy_(blocks.contiguous().view(dtype))
@@ -111,5 +135,7 @@ _OWN: dict[int, tuple[BlockFormat, Callable[[Tensor, Tensor], None]]] = {
     2: (BlockFormat(name="Q4_0", weights=32, size=18), _q4_0),
     3: (BlockFormat(name="Q4_1", weights=32, size=20), _q4_1),
     8: (BlockFormat(name="Q8_0", weights=32, size=34), _q8_0),
+    12: (BlockFormat(name="Q4_K", weights=256, size=144), _q4_k),
+    14: (BlockFormat(name="Q6_K", weights=256, size=210), _q6_k),
     30: (BlockFormat(name="BF16", weights=1, size=2), _plain(torch.bfloat16)),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import StartError
-from headrace.base.gguf_metadata import Value, read_gguf_metadata
-from headrace.engine.models.config import ModelConfig, config_from_gguf
+from headrace.base.gguf_metadata import GgufHeader, read_gguf_header
+from headrace.engine.models.config import ModelConfig
+from headrace.engine.models.config_gguf import config_from_gguf, family_from_gguf
 from headrace.engine.models.dequantize import block_format, dequantize
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_STRING, _ARRAY = 8, 9
-_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
-_FIRST_KEY = 24  # past magic, version, tensor count, key count
+_ROPE_DIVISORS = "rope_freqs.weight"  # llama3's context extension, one divisor per frequency
 
 _TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER_NAMES = {
@@ -33,6 +32,8 @@ _LAYER_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -51,21 +52,22 @@ class TensorInfo:
 
 
 class GgufCheckpoint:
-    """An open GGUF file of a Llama model; its bytes are mapped, not read."""
+    """An open GGUF file; its bytes are mapped, not read."""
 
     def __init__(self, path: Path) -> None:
         """StartError when the file is damaged or holds another kind of model."""
-        metadata = read_gguf_metadata(path)
+        header = read_gguf_header(path)
         with open(path, "rb") as file:
             # Copy-on-write, because torch wants writable memory; nothing ever writes to it.
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         try:
-            self._tensors = _tensor_table(data, metadata)
+            self._tensors = _tensor_table(data, header)
         except (struct.error, UnicodeDecodeError) as error:
             raise StartError(f"{path} is not a usable GGUF file: its tensor table is damaged") from error
         self._path = path
         self._bytes = torch.frombuffer(data, dtype=torch.uint8)
-        self._config = self._read_config(metadata)
+        self._read: set[str] = set()
+        self._config = self._read_config(header)
 
     @property
     def config(self) -> ModelConfig:
@@ -78,43 +80,50 @@ class GgufCheckpoint:
         if info.shape != tuple(out.shape):
             raise StartError(f"{self._path}: {name} has shape {info.shape}, expected {tuple(out.shape)}")
         raw = self._bytes[info.offset : info.offset + info.size]
-        if name.endswith((".q_proj", ".k_proj")):
-            heads = self._config.num_heads if name.endswith(".q_proj") else self._config.num_kv_heads
+        if self._pairs_adjacent and (".q_proj." in name or ".k_proj." in name):
+            heads = self._config.num_heads if ".q_proj." in name else self._config.num_kv_heads
             raw = _rotary_halves_apart(raw.view(info.shape[0], -1), heads)
         dequantize(info.kind, raw, out)
 
+    def unread(self) -> Sequence[str]:
+        """See Checkpoint.unread."""
+        return sorted(set(self._tensors) - self._read)
+
     def _info(self, name: str) -> TensorInfo:
-        info = self._tensors.get(f"{name}.weight")
+        info = self._tensors.get(name)
         if info is None:
-            raise StartError(f"{self._path} has no tensor {name}.weight")
+            raise StartError(f"{self._path} has no tensor {name}")
+        self._read.add(name)
         return info
 
-    def _read_config(self, metadata: Mapping[str, Value]) -> ModelConfig:
+    def _read_config(self, header: GgufHeader) -> ModelConfig:
+        metadata = header.metadata
         if metadata.get("split.count", 0) not in (0, 1):
             raise StartError(f"{self._path} is one part of a split GGUF model: merge it with gguf-split first")
-        rope: tuple[float, ...] = ()
-        if "rope_freqs.weight" in self._tensors:  # llama3's context extension, one divisor per frequency
-            info = self._info("rope_freqs")
-            divisors = torch.empty(info.shape)
-            dequantize(info.kind, self._bytes[info.offset : info.offset + info.size], divisors)
-            rope = tuple(divisors.tolist())
+        self._info("token_embd.weight")  # its shape is the vocabulary's
         try:
-            return config_from_gguf(
-                metadata,
-                vocab_size=self._info("token_embd").shape[0],
-                tied="output.weight" not in self._tensors,
-                rope=rope,
-            )
+            self._pairs_adjacent = family_from_gguf(metadata).gguf_pairs_adjacent
+            shapes = {name: info.shape for name, info in self._tensors.items()}
+            return config_from_gguf(metadata, tensors=shapes, rope_divisors=self._rope_divisors())
         except (StartError, TypeError, ValueError, ZeroDivisionError) as error:  # values of the wrong kind, too
             raise StartError(f"{self._path}: {error}") from error
+
+    def _rope_divisors(self) -> tuple[float, ...]:
+        if _ROPE_DIVISORS not in self._tensors:
+            return ()
+        info = self._info(_ROPE_DIVISORS)
+        divisors = torch.empty(info.shape)
+        dequantize(info.kind, self._bytes[info.offset : info.offset + info.size], divisors)
+        return tuple(divisors.tolist())
 
 
 def gguf_name(name: str) -> str:
     """What GGUF calls the weight that Hugging Face calls `name`."""
-    if name in _TOP_NAMES:
-        return _TOP_NAMES[name]
-    _, _, layer, part = name.split(".", 3)  # model.layers.N.part
-    return f"blk.{layer}.{_LAYER_NAMES[part]}"
+    module, _, kind = name.rpartition(".")
+    if module in _TOP_NAMES:
+        return f"{_TOP_NAMES[module]}.{kind}"
+    _, _, layer, part = module.split(".", 3)  # model.layers.N.part
+    return f"blk.{layer}.{_LAYER_NAMES[part]}.{kind}"
 
 
 def _rotary_halves_apart(rows: Tensor, heads: int) -> Tensor:
@@ -125,19 +134,19 @@ def _rotary_halves_apart(rows: Tensor, heads: int) -> Tensor:
     return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
-def _tensor_table(data: mmap.mmap, metadata: Mapping[str, Value]) -> dict[str, TensorInfo]:
+def _tensor_table(data: mmap.mmap, header: GgufHeader) -> dict[str, TensorInfo]:
     """Tensors by name; struct.error when the table leaves the file, StartError when a tensor does."""
     entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
-    at = _after_metadata(data)
-    for _ in range(_U64.unpack_from(data, 8)[0]):
-        name_end = _after_string(data, at)
+    at = header.end
+    for _ in range(header.tensor_count):
+        name_end = at + 8 + int(_U64.unpack_from(data, at)[0])
         rank = _U32.unpack_from(data, name_end)[0]
         if rank > _MOST_DIMENSIONS:  # before struct is asked for a made-up number of them
             raise struct.error("too many dimensions")
         *shape, kind, offset = struct.unpack_from(f"<{rank}QIQ", data, name_end + 4)
         entries[data[at + 8 : name_end].decode()] = (tuple(reversed(shape)), kind, offset)
         at = name_end + 4 + 8 * rank + 12
-    alignment = metadata.get("general.alignment", 32)
+    alignment = header.metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         raise StartError(f"general.alignment is {alignment!r}, not a positive integer")
     start = -(-at // alignment) * alignment
@@ -157,31 +166,3 @@ def _place(name: str, shape: tuple[int, ...], kind: int, offset: int, file_size:
     if offset + size > file_size:
         raise StartError(f"tensor {name} lies beyond the end of the file: the download is not complete")
     return TensorInfo(shape=shape, kind=kind, offset=offset, size=size)
-
-
-def _after_string(data: mmap.mmap, at: int) -> int:
-    return at + 8 + int(_U64.unpack_from(data, at)[0])
-
-
-def _after_metadata(data: mmap.mmap) -> int:
-    """Where the tensor table begins; the keys before it were checked by read_gguf_metadata."""
-    at = _FIRST_KEY
-    for _ in range(_U64.unpack_from(data, 16)[0]):
-        at = _after_string(data, at)
-        at = _after_value(data, at + 4, _U32.unpack_from(data, at)[0])
-    return at
-
-
-def _after_value(data: mmap.mmap, at: int, kind: int) -> int:
-    if kind == _STRING:
-        return _after_string(data, at)
-    if kind != _ARRAY:
-        return at + _WIDTHS[kind]
-    item_kind, count = struct.unpack_from("<IQ", data, at)
-    if item_kind != _STRING:
-        return at + 12 + int(count) * _WIDTHS[item_kind]
-    at += 12
-    length_of = _U64.unpack_from
-    for _ in range(count):  # 49,152 tokens, 48,900 merges
-        at += 8 + length_of(data, at)[0]
-    return at

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headrace.base.errors import StartError
-from headrace.engine.models.config import ModelConfig, config_from_hf
+from headrace.engine.models.config import ModelConfig
+from headrace.engine.models.config_hf import config_from_hf
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_STORED = (torch.float32, torch.float16, torch.bfloat16)
+# Written by old versions of transformers: the rotary frequencies, which follow from the configuration.
+_DERIVED = ".rotary_emb.inv_freq"
 
 
 class HfFolder:
@@ -31,6 +37,7 @@ class HfFolder:
         self._folder = folder
         self._files: dict[str, Any] = {}
         self._file_of = self._weight_map()
+        self._read: set[str] = set()
 
     @property
     def config(self) -> ModelConfig:
@@ -39,17 +46,26 @@ class HfFolder:
 
     def read_into(self, name: str, out: Tensor) -> None:
         """See Checkpoint.read_into."""
-        file_name = self._file_of.get(f"{name}.weight")
+        file_name = self._file_of.get(name)
         if file_name is None:
-            raise StartError(f"{self._folder} has no weight {name}.weight")
+            raise StartError(f"{self._folder} has no weight {name}")
         try:
-            stored: Tensor = self._open(file_name).get_tensor(f"{name}.weight")
+            stored: Tensor = self._open(file_name).get_tensor(name)
         except SafetensorError as error:
             raise StartError(f"{self._folder / file_name} is damaged: {error}") from error
-        if stored.shape != out.shape or not stored.is_floating_point():
+        if stored.shape != out.shape or stored.dtype not in _STORED:
             found, wanted = f"{stored.dtype} {tuple(stored.shape)}", tuple(out.shape)
-            raise StartError(f"{self._folder}: {name} is {found}, expected floats of shape {wanted}")
+            raise StartError(
+                f"{self._folder}: {name} is {found}, expected float32, float16 or bfloat16 of shape {wanted}"
+            )
         out.copy_(stored)
+        self._read.add(name)
+
+    def unread(self) -> Sequence[str]:
+        """See Checkpoint.unread."""
+        harmless = {"lm_head.weight"} if self._config.tied_embeddings else set()
+        left = set(self._file_of) - self._read - harmless
+        return sorted(name for name in left if not name.endswith(_DERIVED))
 
     def _weight_map(self) -> dict[str, str]:
         """Weight name to file name."""
@@ -57,9 +73,9 @@ class HfFolder:
             return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
         if (self._folder / _INDEX).is_file():
             weight_map = _json(self._folder / _INDEX).get("weight_map")
-            if isinstance(weight_map, dict):
+            if isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values()):
                 return weight_map
-            raise StartError(f"{self._folder / _INDEX} has no weight_map")
+            raise StartError(f"{self._folder / _INDEX} has no weight_map of names to files")
         raise StartError(f"{self._folder} has neither {_SINGLE} nor {_INDEX}: only safetensors weights are supported")
 
     def _open(self, name: str) -> Any:

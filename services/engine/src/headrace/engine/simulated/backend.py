@@ -2,19 +2,26 @@
 
 Each KV slot holds a hash of all tokens up to its position, computed from the slot before it through the block table,
 so a wrong block table changes the answer here as it would in a model. The next token is picked by that hash: an answer
-resumed elsewhere from prompt + emitted tokens goes on exactly as the unbroken one.
+resumed elsewhere from prompt + emitted tokens goes on exactly as the unbroken one. Every word is as likely as every
+other: allowed and banned tokens and grammars are obeyed, penalties and truncations change nothing.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from headrace.base.errors import StartError
+from headrace.engine.core.finish import ErrorReason, Problem
+from headrace.engine.core.likelihood import Likelihood, Logprobs
+from headrace.engine.core.sampling_plan import SamplingPlan
+from headrace.engine.core.step import Computed, SequenceSlice
 from headrace.engine.simulated.fault import parse_faults
 from headrace.engine.simulated.timing import Timing
-from headrace.engine.worker.backend import SequenceSlice
+from headrace.engine.worker.backend import TokenMask
 from headrace.engine.worker.config import WorkerConfig
 
 # SmolLM2-135M's shape: what the gateway's tokenizer expects, and its float32 keys and values
@@ -34,6 +41,15 @@ _WORDS = (
     897, 904, 905, 908, 913, 915, 919, 929, 940, 965, 967, 971, 975, 979, 980, 981,
 )
 # fmt: on
+
+# What the log-probabilities say: words share all of the probability but one part in a million.
+_WORD_LOGPROB = math.log((1 - 1e-6) / len(_WORDS))
+_OTHER_LOGPROB = math.log(1e-6 / (_VOCAB_SIZE - len(_WORDS)))
+_NOTHING_ALLOWED = Problem(
+    reason=ErrorReason.NO_TOKEN_ALLOWED, message="the request's rules leave no token to sample", field="sampling"
+)
+
+_LOW_CHOICES = 16
 
 # FNV-1a with 64 bits; its high bits are the well-mixed ones.
 _OFFSET_BASIS = 0xCBF29CE484222325
@@ -62,22 +78,27 @@ class SimulatedBackend:
         """Take `simulate_warm_up_s`."""
         time.sleep(self._warm_up_s)
 
-    def execute(self, slices: Sequence[SequenceSlice]) -> list[int]:
+    def execute(self, slices: Sequence[SequenceSlice], masks: Mapping[int, TokenMask]) -> list[Computed]:
         """The next words, after as long as the timing model says."""
         prefill_tokens = decodes = 0
-        tokens: list[int] = []
+        results: list[Computed] = []
         for piece in slices:
             if len(piece.token_ids) == 1 and piece.start:
                 decodes += 1
             else:
                 prefill_tokens += len(piece.token_ids)
             prefix_hash = self._compute(piece)
-            if piece.samples:
-                tokens.append(_pick(prefix_hash, piece))
+            results.append(_result(piece, prefix_hash, masks.get(piece.sequence_id)))
         duration_s = self._timing.duration_s(prefill_tokens=prefill_tokens, decodes=decodes)
         if duration_s:
             time.sleep(duration_s)
-        return tokens
+        return results
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the slots of the first block of each pair to the second."""
+        size = self._block_size
+        for source, target in pairs:
+            self._slots[target * size : (target + 1) * size] = self._slots[source * size : (source + 1) * size]
 
     def _compute(self, piece: SequenceSlice) -> int:
         """Fill the slots of the slice's positions; the hash of the prefix that ends with it."""
@@ -92,11 +113,57 @@ class SimulatedBackend:
         return piece.block_table[block] * self._block_size + offset
 
 
-def _pick(prefix_hash: int, piece: SequenceSlice) -> int:
-    """One of the words; sampled sequences with other seeds say other things, greedy ones do not look at the seed."""
-    noise = piece.plan.seed * _PRIME if piece.plan.temperature > 0 else 0
+def _result(piece: SequenceSlice, prefix_hash: int, mask: TokenMask | None) -> Computed:
+    plan = piece.plan
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    if plan.prompt_logprobs is not None:
+        first = piece.start + 1
+        following = piece.known_token_ids[first : min(first + len(piece.token_ids), piece.prompt_length)]
+        prompt_logprobs = tuple(_logprobs(token, plan.prompt_logprobs) for token in following)
+    if not piece.samples:
+        return Computed(prompt_logprobs=prompt_logprobs)
+    token = _pick(prefix_hash, plan, _choices(plan, mask))
+    if token is None:
+        return Computed(problem=_NOTHING_ALLOWED)
+    logprobs = None if plan.logprobs is None else _logprobs(token, plan.logprobs)
+    return Computed(token_id=token, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def _pick(prefix_hash: int, plan: SamplingPlan, choices: Sequence[int]) -> int | None:
+    """One of `choices`; sampled sequences with other seeds say other things, greedy ones do not look at the seed."""
+    noise = plan.seed * _PRIME if plan.temperature > 0 else 0
     mixed = ((prefix_hash ^ noise) * _GOLDEN) & _MASK
-    return _WORDS[mixed >> 58]
+    return choices[(mixed >> 32) * len(choices) >> 32] if choices else None
+
+
+def _choices(plan: SamplingPlan, mask: TokenMask | None) -> Sequence[int]:
+    """The words that may come next; if none may, or under a grammar, the tokens that may with the lowest ids.
+
+    Those are single characters and the end of sequence, so that a grammar's strings and numbers soon close.
+    """
+    if mask is None and plan.allowed_token_ids is None and not plan.banned_token_ids:
+        return _WORDS
+    allowed = np.ones(_VOCAB_SIZE, dtype=np.bool_)
+    if mask is not None:
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:_VOCAB_SIZE].astype(np.bool_)
+    if plan.allowed_token_ids is not None:
+        asked = np.zeros_like(allowed)
+        asked[list(plan.allowed_token_ids)] = True
+        allowed &= asked
+    allowed[list(plan.banned_token_ids)] = False
+    words = [word for word in _WORDS if allowed[word]] if mask is None else []
+    choices: list[int] = words or allowed.nonzero()[0][:_LOW_CHOICES].tolist()
+    return choices
+
+
+def _logprobs(token: int, count: int) -> Logprobs:
+    return Logprobs(token=_likelihood(token), top=tuple(_likelihood(word) for word in _WORDS[:count]))
+
+
+def _likelihood(token: int) -> Likelihood:
+    if token in _WORDS:
+        return Likelihood(token_id=token, logprob=_WORD_LOGPROB, rank=1)
+    return Likelihood(token_id=token, logprob=_OTHER_LOGPROB, rank=len(_WORDS) + 1)
 
 
 def _timing(config: WorkerConfig) -> Timing:

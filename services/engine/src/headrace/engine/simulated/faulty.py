@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from headrace.engine.core.step import Computed, SequenceSlice
 from headrace.engine.simulated.fault import Faults
-from headrace.engine.worker.backend import Backend, SequenceSlice
+from headrace.engine.worker.backend import Backend, TokenMask
 
 
 class FaultyBackend:
@@ -27,24 +29,30 @@ class FaultyBackend:
         """Inner's."""
         self._inner.warm_up()
 
-    def execute(self, slices: Sequence[SequenceSlice]) -> list[int]:
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Inner's."""
+        self._inner.copy_blocks(pairs)
+
+    def execute(self, slices: Sequence[SequenceSlice], masks: Mapping[int, TokenMask]) -> list[Computed]:
         """Inner's tokens, unless a fault strikes first.
 
         Death and frost come after the step's time, so that the shell had one step to pass on the last good tokens.
         """
-        tokens = self._inner.execute(slices)
+        results = self._inner.execute(slices, masks)
         if _reached(self._faults.die_after_tokens, self._emitted):
             _signal_both(signal.SIGKILL)
         if _reached(self._faults.freeze_after_tokens, self._emitted) and not self._frozen_before:
             self._frozen_before = True  # SIGCONT lets the replica go on
             _signal_both(signal.SIGSTOP)
-        return [self._spoilt(token) for token in tokens]
+        return [self._spoilt(result) for result in results]
 
-    def _spoilt(self, token: int) -> int:
+    def _spoilt(self, result: Computed) -> Computed:
+        if result.token_id is None:
+            return result
         self._emitted += 1
         if _reached(self._faults.garbage_after_tokens, self._emitted - 1):
-            return self.vocab_size + token
-        return token
+            return dataclasses.replace(result, token_id=self.vocab_size + result.token_id)
+        return result
 
 
 def _reached(after_tokens: int | None, emitted: int) -> bool:

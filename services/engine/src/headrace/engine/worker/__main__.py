@@ -40,7 +40,10 @@ def _serve(shell: Connection) -> None:
         raise TypeError(f"the first message must be Configure, not {type(message).__name__}")
     loop, ready = assemble(message.config)
     shell.send(ready)
-    loop.serve(shell)
+    try:
+        loop.serve(shell)
+    finally:
+        loop.close()
 
 
 def _die_with(parent_pid: int) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from headrace.base.errors import StartError
+from headrace.base.prefix import PrefixKey
 from headrace.engine.core.block_pool import BlockPool
+from headrace.engine.core.kv_memory import KvMemory
 from headrace.engine.core.load import load
 from headrace.engine.core.scheduler import BatchLimits, Scheduler
 from headrace.engine.core.submission import ModelLimits
@@ -14,6 +17,7 @@ from headrace.engine.simulated.fault import Faults, parse_faults
 from headrace.engine.simulated.faulty import FaultyBackend
 from headrace.engine.worker.backend import Backend
 from headrace.engine.worker.config import BackendName, WorkerConfig
+from headrace.engine.worker.grammar import Grammars
 from headrace.engine.worker.loop import StepLoop
 from headrace.engine.worker.messages import WorkerReady
 
@@ -24,9 +28,12 @@ def assemble(config: WorkerConfig) -> tuple[StepLoop, WorkerReady]:
     batch = _batch_limits(config)
     backend = _load_backend(config)
     pool = BlockPool(backend.num_blocks, config.block_size)
+    memory = KvMemory(pool, _prefix_key(config), config.bundle_digest)
     limits = ModelLimits(vocab_size=backend.vocab_size, max_model_len=_context(config, backend, pool))
-    scheduler = Scheduler(batch, pool, backend.eos_ids)
-    loop = StepLoop(scheduler, backend, limits, clock=time.monotonic)
+    scheduler = Scheduler(batch, memory, backend.eos_ids)
+    model = Path(config.model) if config.model else None
+    grammars = Grammars(model, vocab_size=backend.vocab_size, eos_ids=backend.eos_ids)
+    loop = StepLoop(scheduler, backend, grammars, limits, clock=time.monotonic)
     loop.warm_up()
     # Only now: the warm-up's tokens are not the ones that a fault counts.
     loop.backend = FaultyBackend(backend, faults)
@@ -46,6 +53,17 @@ def _faults(config: WorkerConfig) -> Faults:
     if config.fault and config.backend is not BackendName.SIMULATED:
         raise StartError(f"fault={config.fault!r} needs backend=simulated: a real model has no faults to switch on")
     return parse_faults(config.fault)
+
+
+def _prefix_key(config: WorkerConfig) -> PrefixKey | None:
+    if not config.enable_prefix_caching:
+        return None
+    if not config.prefix_cache_key:
+        return PrefixKey.random()
+    try:
+        return PrefixKey.parse(config.prefix_cache_key)
+    except ValueError as error:
+        raise StartError(f"prefix_cache_key: {error}") from None
 
 
 def _batch_limits(config: WorkerConfig) -> BatchLimits:

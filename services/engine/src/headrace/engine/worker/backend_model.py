@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 # libgomp reads this once, when torch loads it. By default its threads spin for milliseconds at the end of each of the
@@ -13,18 +15,23 @@ from pathlib import Path
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
+from torch import Tensor
 
 from headrace.base.errors import StartError
+from headrace.engine.core.finish import Problem
 from headrace.engine.core.sampling_plan import SamplingPlan
-from headrace.engine.core.step import SequenceSlice
-from headrace.engine.layers.sampler import sample
-from headrace.engine.models.llama import Llama
+from headrace.engine.core.step import Computed, Logprobs, SequenceSlice
+from headrace.engine.layers.sampler import Sampler, prompt_logprobs
+from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import load_model
-from headrace.engine.worker.backend import Backend
+from headrace.engine.worker.backend import Backend, TokenMask
 from headrace.engine.worker.config import WorkerConfig
 
 # Enough rows for the many-row products, few enough to stay near 0.1 s on two cores.
 WARM_UP_TOKENS = 32
+# Rows of prompt logits at a time: 12 MB for a vocabulary of 49,152.
+PROMPT_ROWS = 64
+SILENT = Computed()
 
 
 def load_model_backend(config: WorkerConfig) -> Backend:
@@ -46,8 +53,9 @@ def load_model_backend(config: WorkerConfig) -> Backend:
 class ModelBackend:
     """See Backend."""
 
-    def __init__(self, model: Llama, config: WorkerConfig) -> None:
+    def __init__(self, model: Decoder, config: WorkerConfig) -> None:
         self._model = model
+        self._sampler = Sampler(model.config.eos_ids)
         self._block_size = config.block_size
         self._num_blocks = config.kv_cache_memory_bytes // block_bytes(model, config.block_size)
         if self._num_blocks < 1:
@@ -87,18 +95,53 @@ class ModelBackend:
                 SequenceSlice(
                     sequence_id=0, token_ids=[0] * count, start=start, block_table=table, samples=True, plan=plan
                 )
-            ])  # fmt: skip
+            ], {})  # fmt: skip
 
-    def execute(self, slices: Sequence[SequenceSlice]) -> list[int]:
+    def execute(self, slices: Sequence[SequenceSlice], masks: Mapping[int, TokenMask]) -> list[Computed]:
         """See Backend. Results agree across batches and chunks up to float noise: a near-tie may fall either way."""
         if not slices:
             return []
+        ends = list(accumulate(len(piece.token_ids) for piece in slices))
+        last = [end - 1 for end, piece in zip(ends, slices, strict=True) if piece.samples]
         with torch.inference_mode():
-            logits = self._model.forward(slices, self._cache, self._block_size)
-            return sample(logits, [(s.plan, s.start + len(s.token_ids)) for s in slices if s.samples])
+            hidden = self._model.hidden(slices, self._cache, self._block_size)
+            sampling = [piece for piece in slices if piece.samples]
+            sampled = self._sampler.sample(self._model.logits(hidden[last]), sampling, masks) if last else []
+            drawn = iter(sampled)
+            return [
+                self._with_prompt(
+                    piece, hidden[end - len(piece.token_ids) : end], next(drawn) if piece.samples else SILENT
+                )
+                for piece, end in zip(slices, ends, strict=True)
+            ]
+
+    def _with_prompt(self, piece: SequenceSlice, hidden: Tensor, computed: Computed) -> Computed:
+        """`computed` and the log-probabilities of the prompt tokens that follow the slice's, if its plan asks for them.
+
+        The slice's `hidden` are turned into logits a few rows at a time: those of 8,192 tokens would take 1.6 GB.
+        """
+        count = min(len(piece.token_ids), piece.prompt_length - 1 - piece.start)
+        if piece.plan.prompt_logprobs is None or count <= 0 or computed.problem is not None:
+            return computed
+        following = piece.known_token_ids[piece.start + 1 : piece.start + 1 + count]
+        found: list[Logprobs] = []
+        for first in range(0, count, PROMPT_ROWS):
+            rows = self._model.logits(hidden[first : min(first + PROMPT_ROWS, count)])
+            part = prompt_logprobs(rows, following[first : first + PROMPT_ROWS], piece.plan.prompt_logprobs)
+            if isinstance(part, Problem):
+                return Computed(problem=part)
+            found += part
+        return replace(computed, prompt_logprobs=tuple(found))
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See Backend."""
+        size = self._block_size
+        for source, target in pairs:  # in order: a block may be the source of one pair and the target of a later one
+            for store in (self._cache.keys, self._cache.values):
+                store[:, target * size : (target + 1) * size] = store[:, source * size : (source + 1) * size]
 
 
-def block_bytes(model: Llama, block_size: int) -> int:
+def block_bytes(model: Decoder, block_size: int) -> int:
     """Bytes of one block of `block_size` tokens: keys and values of all layers."""
     return 2 * model.config.num_layers * model.config.kv_size * block_size * model.dtype.itemsize
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from headrace.base.deadline import Deadline
 from headrace.base.errors import StartError
+from headrace.engine.core.placement import USUAL, Placement
 from headrace.engine.core.sampling_plan import SamplingPlan
 from headrace.engine.worker.config import WorkerConfig
 from headrace.engine.worker.messages import (
@@ -84,23 +85,38 @@ class WorkerClient:
             raise RuntimeError("the worker has not been started")
         return self._process.pid
 
-    def submit(self, token_ids: Sequence[int], plan: SamplingPlan, *, deadline: Deadline) -> int:
-        """Hand over a sequence and return its id, counted from 1. Never waits and never refuses.
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        plan: SamplingPlan,
+        *,
+        deadline: Deadline,
+        n: int = 1,
+        emitted_tokens: int = 0,
+        placement: Placement = USUAL,
+    ) -> int:
+        """Hand over `n` sequences with one prompt; the first one's id, counted from 1, the others' follow.
+
+        Never waits and never refuses. See Submit for the arguments.
 
         A submission the engine cannot serve (empty, out of the vocabulary, too long, queue full, bad sampling values)
         comes back as a Finish with reason ERROR and a Problem. `plan.max_tokens` is capped to the context.
         """
-        self._last_id += 1
+        first = self._last_id + 1
+        self._last_id += n
         self._send(
             Submit(
-                sequence_id=self._last_id,
+                sequence_id=first,
                 token_ids=list(token_ids),
                 plan=plan,
                 arrived_at=time.monotonic(),
                 deadline_at=deadline.at,
+                n=n,
+                emitted_tokens=emitted_tokens,
+                placement=placement,
             )
         )
-        return self._last_id
+        return first
 
     def abort(self, sequence_id: int) -> None:
         """End a sequence within one step; a Finish with reason CANCELLED follows unless it has already finished."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -32,6 +32,9 @@ class WorkerConfig:
     block_size: int = 16
     max_model_len: int = 0
     context_limit: int = 0  # the bundle's: no sequence is longer, even if the model could; 0 when there is none
+    bundle_digest: str = ""  # part of the identity of cached prefixes
+    enable_prefix_caching: bool = True
+    prefix_cache_key: str = field(default="", repr=False)  # hexadecimal; empty: random, this worker's own
     simulate_step_ms: float = 1.0
     simulate_prefill_tokens_per_s: float = 4000.0
     simulate_itl_ms: float = 10.0

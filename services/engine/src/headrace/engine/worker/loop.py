@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Protocol
@@ -14,6 +15,7 @@ from headrace.engine.core.scheduler import Scheduler
 from headrace.engine.core.step import StepOutcome, StepPlan
 from headrace.engine.core.submission import ModelLimits, examine
 from headrace.engine.worker.backend import Backend
+from headrace.engine.worker.grammar import POLL_S, Grammars
 from headrace.engine.worker.messages import Abort, Command, StepEvent, Submit
 
 _NOTHING = StepOutcome(sequence_ids=(), token_ids=(), finishes=())
@@ -35,12 +37,19 @@ class StepLoop:
     """One scheduler and one backend, and the rates measured while they work."""
 
     def __init__(
-        self, scheduler: Scheduler, backend: Backend, limits: ModelLimits, *, clock: Callable[[], float]
+        self,
+        scheduler: Scheduler,
+        backend: Backend,
+        grammars: Grammars,
+        limits: ModelLimits,
+        *,
+        clock: Callable[[], float],
     ) -> None:
         self.rates = Rates()
         self.backend = backend
         self.limits = limits
         self._scheduler = scheduler
+        self._grammars = grammars
         self._clock = clock
         self._smallest_chunk = smallest_chunk(scheduler.limits.max_num_batched_tokens)
         # Blocks that a fault took out of use: they belong to no sequence.
@@ -56,26 +65,27 @@ class StepLoop:
         self._submit(Submit(sequence_id=0, token_ids=prompt, plan=plan, arrived_at=self._clock(), deadline_at=math.inf))
         while self._scheduler.running or self._scheduler.waiting:
             self.step()
+        self._scheduler.clear_cache()
+        self._scheduler.take_cache_events()
 
     def serve(self, shell: Shell) -> None:
         """Work until `shell` raises; waits for commands only when there is nothing to compute."""
         wait_s = math.inf
         while True:
             commands = shell.receive(wait_s)
-            finishes = [finish for command in commands if (finish := self._apply(command)) is not None]
+            finishes = [finish for command in commands for finish in self._apply(command)]
+            finishes += self._take_grammars()
             plan, outcome = self.step()
-            if commands or plan.slices or plan.expired:
-                shell.send(
-                    StepEvent(
-                        sequence_ids=outcome.sequence_ids,
-                        token_ids=outcome.token_ids,
-                        finishes=(*finishes, *plan.expired, *outcome.finishes),
-                        load=load(self._scheduler, self.rates),
-                        hold=plan.hold,
-                        preemptions=len(plan.preempted),
-                    )
-                )
+            finishes += (*plan.expired, *outcome.finishes)
+            for finish in finishes:
+                self._grammars.drop(finish.sequence_id)
+            if commands or finishes or plan.slices:
+                shell.send(self._event(plan, outcome, tuple(finishes)))
             wait_s = 0.0 if plan.slices else self._idle_s()
+
+    def close(self) -> None:
+        """Give up what goes on beside the loop, which is not used again."""
+        self._grammars.close()
 
     def step(self) -> tuple[StepPlan, StepOutcome]:
         """Decide a step, compute it if it holds anything, and measure it."""
@@ -83,9 +93,12 @@ class StepLoop:
         plan = self._scheduler.schedule(started_at)
         if not plan.slices:
             return plan, _NOTHING
-        sampled = self.backend.execute(plan.slices)
+        if plan.copies:
+            self.backend.copy_blocks(plan.copies)
+        results = self.backend.execute(plan.slices, self._grammars.masks(plan.slices))
+        computed = self._grammars.settle(plan.slices, results)
         ended_at = self._clock()
-        outcome = self._scheduler.update(plan, sampled, ended_at)
+        outcome = self._scheduler.update(plan, computed, ended_at)
         record = StepRecord(
             duration_s=ended_at - started_at,
             decodes=plan.decodes,
@@ -97,25 +110,65 @@ class StepLoop:
     def _idle_s(self) -> float:
         """How long nothing but a command or a deadline can bring work; checks the block accounts on the way."""
         self._scheduler.check([self.occupied])
-        return self._scheduler.next_deadline() - self._clock()
+        until_late_s = self._scheduler.next_deadline() - self._clock()
+        return min(until_late_s, POLL_S) if self._grammars.compiling else until_late_s
 
-    def _apply(self, command: Command) -> Finish | None:
+    def _event(self, plan: StepPlan, outcome: StepOutcome, finishes: tuple[Finish, ...]) -> StepEvent:
+        return StepEvent(
+            sequence_ids=outcome.sequence_ids,
+            token_ids=outcome.token_ids,
+            finishes=finishes,
+            load=load(self._scheduler, self.rates),
+            logprobs=outcome.logprobs,
+            hold=plan.hold,
+            preemptions=len(plan.preempted),
+            cache_events=self._scheduler.take_cache_events(),
+        )
+
+    def _take_grammars(self) -> list[Finish]:
+        """Let those run whose grammar has come; the ends of those whose grammar cannot be had."""
+        finishes: list[Finish] = []
+        for sequence_id, problem in self._grammars.arrived() if self._grammars.compiling else ():
+            if problem is None:
+                self._scheduler.grammar_ready(sequence_id)
+            elif finish := self._scheduler.end(sequence_id, FinishReason.ERROR, self._clock(), problem):
+                finishes.append(finish)
+        return finishes
+
+    def _apply(self, command: Command) -> tuple[Finish, ...]:
         if isinstance(command, Submit):
             return self._submit(command)
         if isinstance(command, Abort):
-            return self._scheduler.abort(command.sequence_id, self._clock())
+            finish = self._scheduler.abort(command.sequence_id, self._clock())
+            return () if finish is None else (finish,)
         raise TypeError(f"{type(command).__name__} is not for a running worker")
 
-    def _submit(self, command: Submit) -> Finish | None:
-        plan = examine(command.token_ids, command.plan, self.limits)
+    def _submit(self, command: Submit) -> tuple[Finish, ...]:
+        plan = examine(command.token_ids, command.plan, self.limits, emitted_tokens=command.emitted_tokens)
+        ids = range(command.sequence_id, command.sequence_id + command.n)
         if isinstance(plan, Problem):
-            return Finish(sequence_id=command.sequence_id, reason=FinishReason.ERROR, problem=plan)
-        sequence = Sequence(
-            id=command.sequence_id,
-            token_ids=list(command.token_ids),
-            prompt_length=len(command.token_ids),
-            plan=plan,
-            arrived_at=command.arrived_at,
-            deadline_at=command.deadline_at,
-        )
-        return self._scheduler.submit(sequence, self._clock())
+            return tuple(Finish(sequence_id=id, reason=FinishReason.ERROR, problem=plan) for id in ids)
+        first, *others = (_sequence(command, plan, index) for index in range(command.n))
+        refused = self._scheduler.submit(first, self._clock(), others)
+        if plan.constraint is not None and not refused:
+            emitted = command.token_ids[len(command.token_ids) - command.emitted_tokens :]
+            for sequence_id in ids:
+                self._grammars.begin(sequence_id, plan.constraint, emitted)
+        return refused
+
+
+def _sequence(command: Submit, plan: SamplingPlan, index: int) -> Sequence:
+    """Answer `index` of a submission. The prompt's log-probabilities are the first one's to tell."""
+    if index:
+        plan = dataclasses.replace(plan, seed=plan.seed + index, prompt_logprobs=None)
+    return Sequence(
+        id=command.sequence_id + index,
+        token_ids=list(command.token_ids),
+        prompt_length=len(command.token_ids),
+        plan=plan,
+        arrived_at=command.arrived_at,
+        deadline_at=command.deadline_at,
+        placement=command.placement,
+        emitted_tokens=command.emitted_tokens,
+        grammar_pending=plan.constraint is not None,
+    )

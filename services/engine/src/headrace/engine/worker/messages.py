@@ -15,10 +15,12 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from headrace.engine.core.cache_event import CacheEvent
 from headrace.engine.core.finish import Finish
 from headrace.engine.core.load import Load
+from headrace.engine.core.placement import USUAL, Placement
 from headrace.engine.core.sampling_plan import SamplingPlan
-from headrace.engine.core.step import Hold
+from headrace.engine.core.step import Hold, Logprobs
 from headrace.engine.worker.config import WorkerConfig
 
 _LENGTH = struct.Struct("<I")
@@ -34,13 +36,19 @@ class Configure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Start a sequence."""
+    """Start `n` answers to one prompt, with ids `sequence_id` to ``sequence_id + n - 1`` and seeds ``plan.seed + i``.
+
+    `emitted_tokens` at the end of `token_ids` are an earlier attempt's part of the answer.
+    """
 
     sequence_id: int
     token_ids: Sequence[int]
     plan: SamplingPlan
     arrived_at: float
     deadline_at: float
+    n: int = 1
+    emitted_tokens: int = 0
+    placement: Placement = USUAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +88,19 @@ class StepEvent:
     """One step's news in columns: ``sequence_ids[i]`` emitted ``token_ids[i]``, each sequence at most once.
 
     A sequence's last token and its finish come in the same event; after the finish its id is never heard of again.
-    Events without tokens or finishes still carry a fresh `load`. `hold` is why the first waiting sequence still waits,
-    None when none does; `preemptions` is how many sequences lost their blocks in this step.
+    Events without tokens or finishes still carry a fresh `load`. `logprobs` are (sequence id, of its token) for those
+    that asked. `hold` is why the first waiting sequence still waits, None when none does; `preemptions` is how many
+    sequences lost their blocks in this step; `cache_events` are what changed in the prefix cache, in order.
     """
 
     sequence_ids: Sequence[int]
     token_ids: Sequence[int]
     finishes: tuple[Finish, ...]
     load: Load
+    logprobs: tuple[tuple[int, Logprobs], ...] = ()
     hold: Hold | None = None
     preemptions: int = 0
+    cache_events: tuple[CacheEvent, ...] = ()
 
 
 Command = Configure | Submit | Abort

@@ -1,3 +1,5 @@
+"""The shipped model, whole, against transformers."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -9,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from headrace.engine.core.sampling_plan import SamplingPlan
 from headrace.engine.core.step import SequenceSlice
-from headrace.engine.models.llama import Llama, LlamaWeights
+from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import load_model
 
 BLOCK = 16
@@ -48,7 +49,7 @@ def shipped_path() -> Path:
 
 
 @pytest.fixture(scope="module")
-def shipped(shipped_path: Path) -> Llama:
+def shipped(shipped_path: Path) -> Decoder:
     return load_model(shipped_path, "float32")
 
 
@@ -77,15 +78,8 @@ def tables(count: int, blocks_each: int) -> list[list[int]]:
     return [blocks[i::count] for i in range(count)]
 
 
-def all_logits(model: Llama, tokens: Sequence[int]) -> Tensor:
-    """Logits after every token of one sequence: a decode per token."""
-    table = tables(1, -(-len(tokens) // BLOCK))[0]
-    cache = model.new_cache(len(table) * BLOCK)
-    return torch.cat([model.forward([piece([t], table, start=i)], cache, BLOCK) for i, t in enumerate(tokens)])
-
-
 def answers(
-    model: Llama, prompts: Sequence[Sequence[int]], *, chunk: int, tokens: int = ANSWER_TOKENS
+    model: Decoder, prompts: Sequence[Sequence[int]], *, chunk: int, tokens: int = ANSWER_TOKENS
 ) -> list[list[int]]:
     """Greedy answers to `prompts` in one batch: prompts in chunks of `chunk`, each decoding as soon as it can."""
     longest = max(map(len, prompts)) + tokens
@@ -109,7 +103,7 @@ def answers(
 
 
 @pytest.fixture(scope="module")
-def alone(shipped: Llama) -> list[list[int]]:
+def alone(shipped: Decoder) -> list[list[int]]:
     """The answer to each prompt computed on its own, the prompt in one go."""
     return [answers(shipped, [prompt], chunk=512)[0] for prompt in PROMPTS.values()]
 
@@ -121,20 +115,15 @@ def test_greedy_answers_equal_transformers_token_by_token(alone: list[list[int]]
         assert answer == expected.tolist()
 
 
-def test_logits_at_every_depth_are_those_of_transformers(shipped: Llama, peer: Any) -> None:
+def test_logits_at_every_depth_are_those_of_transformers(shipped: Decoder, peer: Any) -> None:
     prompt = PROMPTS["chat"]
     depths = peer(torch.tensor([prompt]), output_hidden_states=True).hidden_states
     for depth in (1, 2, 10, 29, 30):
         normed = depths[depth][0] if depth == 30 else peer.model.norm(depths[depth][0])
         expected = peer.lm_head(normed)[-1]
         weights = shipped.weights
-        shallow = LlamaWeights(
-            embedding=weights.embedding,
-            layers=weights.layers[:depth],
-            final_norm=weights.final_norm,
-            head=weights.head,
-        )
-        model = Llama(replace(shipped.config, num_layers=depth), shallow)
+        shallow = replace(weights, layers=weights.layers[:depth])
+        model = Decoder(replace(shipped.config, num_layers=depth), shallow)
         table = list(range(8))
         logits = model.forward([piece(prompt, table)], model.new_cache(8 * BLOCK), BLOCK)[0]
         assert torch.cosine_similarity(logits, expected, dim=0) > 0.99999
@@ -143,18 +132,18 @@ def test_logits_at_every_depth_are_those_of_transformers(shipped: Llama, peer: A
 
 @pytest.mark.parametrize("chunk", [1, 17])
 def test_greedy_answers_do_not_depend_on_where_prompts_are_cut(
-    shipped: Llama, alone: list[list[int]], chunk: int
+    shipped: Decoder, alone: list[list[int]], chunk: int
 ) -> None:
     assert answers(shipped, list(PROMPTS.values()), chunk=chunk) == alone
 
 
-def test_greedy_answers_do_not_depend_on_the_size_of_the_batch(shipped: Llama, alone: list[list[int]]) -> None:
+def test_greedy_answers_do_not_depend_on_the_size_of_the_batch(shipped: Decoder, alone: list[list[int]]) -> None:
     """Twelve sequences take other matrix products than the one of `alone`, and padded attention."""
     prompts = list(PROMPTS.values())
     assert answers(shipped, [*prompts, *prompts[::-1], *prompts], chunk=512) == [*alone, *alone[::-1], *alone]
 
 
-def test_the_bfloat16_model_agrees_with_the_float32_one(shipped_path: Path, shipped: Llama) -> None:
+def test_the_bfloat16_model_agrees_with_the_float32_one(shipped_path: Path, shipped: Decoder) -> None:
     rounded = load_model(shipped_path, "bfloat16")
     assert rounded.weights.head.dtype == torch.bfloat16
     prompt, table = PROMPTS["chat"], list(range(4))
@@ -163,55 +152,3 @@ def test_the_bfloat16_model_agrees_with_the_float32_one(shipped_path: Path, ship
     )  # fmt: skip
     assert torch.cosine_similarity(exact, close, dim=0) > 0.999
     assert exact[close.argmax()] > exact.max() - 0.2  # its choice is the same, or as good as tied
-
-
-TINY: dict[str, dict[str, Any]] = {
-    "grouped queries, untied": {"num_key_value_heads": 2, "tie_word_embeddings": False},
-    "one KV head, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
-    "as many KV heads as heads": {"num_key_value_heads": 6, "tie_word_embeddings": False},
-    "head size apart from hidden size": {"num_key_value_heads": 3, "head_dim": 10, "tie_word_embeddings": False},
-    "llama3 rotary": {
-        "num_key_value_heads": 2,
-        "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-        },
-    },
-    "linear rotary": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}},
-}  # fmt: skip
-
-
-def save_tiny(folder: Path, *, shard: str = "1GB", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A random Llama of odd sizes, written by transformers; returns it for reference."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        torch.manual_seed(len(changes))
-        config = LlamaConfig(
-            vocab_size=131, hidden_size=48, intermediate_size=100, num_hidden_layers=3, num_attention_heads=6,
-            max_position_embeddings=256, initializer_range=0.2, eos_token_id=[7, 9], **changes,
-        )  # fmt: skip
-        with torch.inference_mode(False):
-            model: Any = LlamaForCausalLM(config)
-            model.to(dtype).eval().save_pretrained(folder, max_shard_size=shard)
-    return model
-
-
-@pytest.mark.parametrize("kind", TINY)
-def test_a_hugging_face_folder_computes_what_transformers_computes(tmp_path: Path, kind: str) -> None:
-    peer = save_tiny(tmp_path, **TINY[kind])
-    model = load_model(tmp_path, "float32")
-    tokens = torch.randint(131, (70,), generator=torch.Generator().manual_seed(4))
-    expected = peer(tokens.unsqueeze(0)).logits[0]
-    torch.testing.assert_close(all_logits(model, tokens.tolist()), expected, rtol=1e-4, atol=1e-4)
-    assert model.config.eos_ids == {7, 9}
-
-
-def test_a_sharded_bfloat16_folder_loads_as_the_float32_of_its_values(tmp_path: Path) -> None:
-    peer = save_tiny(tmp_path, shard="40KB", dtype=torch.bfloat16)
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    tokens = list(range(20))
-    # Read back, because converting the model to bfloat16 rounded its rotary frequencies as well.
-    expected = type(peer).from_pretrained(tmp_path, dtype=torch.float32)(torch.tensor([tokens])).logits[0]
-    torch.testing.assert_close(all_logits(load_model(tmp_path, "float32"), tokens), expected, rtol=1e-4, atol=1e-4)
