@@ -27,7 +27,7 @@ from headrace.base.errors import (
     Unavailable,
 )
 from headrace.rpc.client import Peer
-from headrace.rpc.context import CallContext, current_call
+from headrace.rpc.context import CallContext, current_call, enter_call
 from headrace.rpc.server import Server, ServerSettings
 from headrace.rpc.status import TRANSPORT
 
@@ -155,10 +155,18 @@ async def test_deadline_and_ids_reach_the_handler(stack: Any) -> None:
     assert format(span.get_span_context().trace_id, "032x") in call.traceparent
 
 
-async def test_a_call_without_a_deadline_gets_the_servers_own(stack: Any) -> None:
+@pytest.mark.parametrize("timeout", [None, 1e9])
+async def test_a_call_without_a_real_deadline_gets_the_servers_own(stack: Any, timeout: float | None) -> None:
     _, peer, routing, _ = stack
-    await place(peer)(routing_pb2.PlaceRequest())
+    await place(peer)(routing_pb2.PlaceRequest(), timeout=timeout)
     assert 290 < routing.seen[-1].deadline.remaining_s() <= 300
+
+
+async def test_the_request_id_goes_along_with_calls_made_for_it(stack: Any) -> None:
+    _, peer, routing, _ = stack
+    enter_call(CallContext(request_id="r-9", deadline=Deadline.after(5), peer="", metadata={}, traceparent=""))
+    await peer.unary(place(peer), routing_pb2.PlaceRequest(), deadline=Deadline.after(5))
+    assert routing.seen[-1].request_id == "r-9"
 
 
 async def test_an_ill_formed_request_id_is_replaced(stack: Any) -> None:

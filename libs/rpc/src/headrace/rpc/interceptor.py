@@ -18,7 +18,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from headrace.base.deadline import Deadline
 from headrace.base.errors import HeadraceError, InternalError
-from headrace.rpc.context import CallContext, enter_call
+from headrace.rpc.context import REQUEST_ID, CallContext, enter_call
 from headrace.rpc.ids import is_request_id, new_request_id
 from headrace.rpc.status import to_status
 
@@ -142,8 +142,8 @@ class CallInterceptor(ServerInterceptor):
 
     def _context(self, record: _Record, context: ServicerContext[Any, Any]) -> CallContext:
         left = context.time_remaining()
-        # A client without a deadline reports a remainder of years; give it ours, so that nothing waits for ever.
-        unlimited = left is None or math.isinf(left) or left > 10**8
+        # No deadline, or one of weeks, which nobody means: it gets ours, so that nothing waits for ever.
+        unlimited = left is None or math.isinf(left) or left > 10**6
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier)
         return CallContext(
@@ -169,7 +169,7 @@ class _Record:
     __slots__ = ("code", "metadata", "reason", "request_id")
 
     def __init__(self, metadata: dict[str, str]) -> None:
-        given = metadata.get("x-request-id", "")
+        given = metadata.get(REQUEST_ID, "")
         self.request_id = given if is_request_id(given) else new_request_id()
         self.metadata = metadata
         self.code = "OK"
