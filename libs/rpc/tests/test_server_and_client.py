@@ -226,6 +226,21 @@ async def test_drain_waits_for_running_calls_and_not_for_idle_health_watches(sta
     watch.cancel()
 
 
+async def test_a_draining_server_refuses_new_calls_while_old_ones_finish(stack: Any) -> None:
+    server, peer, routing, _ = stack
+    routing.hold_s = 0.3
+    running = asyncio.ensure_future(peer.unary(place(peer), routing_pb2.PlaceRequest(), deadline=Deadline.after(5)))
+    while not server.in_flight:
+        await asyncio.sleep(0.005)
+    draining = asyncio.ensure_future(server.drain(5))
+    await asyncio.sleep(0.05)
+    with pytest.raises(Unavailable) as late:
+        await peer.unary(place(peer), routing_pb2.PlaceRequest(), deadline=Deadline.after(5))
+    assert late.value.reason == "DRAINING"
+    assert (await running).engine_id == "e-1"
+    await draining
+
+
 async def test_drain_cuts_calls_that_outlive_the_grace(stack: Any) -> None:
     server, peer, routing, _ = stack
     routing.hold_s = 30
