@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
 
 from headrace.api.engine.v1 import engine_service_pb2 as engine_pb2
 from headrace.api.engine.v1 import engine_service_pb2_grpc as engine_grpc
@@ -26,6 +25,7 @@ from headrace.base.errors import (
     StreamBroken,
     Unavailable,
 )
+from headrace.observe.tracing import Tracing
 from headrace.rpc.client import Peer
 from headrace.rpc.context import CallContext, current_call, enter_call
 from headrace.rpc.server import Server, ServerSettings
@@ -75,7 +75,8 @@ class Engine(engine_grpc.EngineServiceServicer):
 
 @pytest.fixture
 async def stack() -> AsyncIterator[tuple[Server, Peer, Routing, Engine]]:
-    trace.set_tracer_provider(TracerProvider())
+    tracing = Tracing("test", "test", None)
+    await tracing.start()
     server = Server(ServerSettings(grace_s=0.5), service_name="test")
     routing, engine = Routing(), Engine()
     server.add(routing_grpc.add_RoutingServiceServicer_to_server, routing, ROUTING)
@@ -85,6 +86,7 @@ async def stack() -> AsyncIterator[tuple[Server, Peer, Routing, Engine]]:
     yield server, peer, routing, engine
     await peer.close()
     await server.drain(0)
+    await tracing.shutdown()
 
 
 def place(peer: Peer) -> Any:
