@@ -158,7 +158,7 @@ async def test_it_works_again_after_redis_lost_everything_scripts_included(redis
             await board.write("engine", EPOCH, 2, b"")
         with pytest.raises(Unavailable):
             await board.read()
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 3
 
         with EmbeddedRedis.start(redis_server.data_dir, redis_server.port):
             assert (await board.read()).records == ()

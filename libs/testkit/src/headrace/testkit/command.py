@@ -47,7 +47,8 @@ async def headrace(home: Path, *args: str, given: bytes = b"") -> Ran:
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        out, err = await asyncio.wait_for(process.communicate(given), WITHIN_S)
+        async with asyncio.timeout(WITHIN_S):
+            out, err = await process.communicate(given)
     finally:
         if process.returncode is None:
             process.kill()
@@ -147,12 +148,14 @@ class Generating:
             stderr=asyncio.subprocess.PIPE,
         )
         assert process.stdout is not None
-        assert await asyncio.wait_for(process.stdout.read(1), WITHIN_S)
+        async with asyncio.timeout(WITHIN_S):
+            assert await process.stdout.read(1)
         return cls(process)
 
     async def ended(self) -> Ran:
         """Wait for its end; `out` lacks the first character."""
-        out, err = await asyncio.wait_for(self.process.communicate(), WITHIN_S)
+        async with asyncio.timeout(WITHIN_S):
+            out, err = await self.process.communicate()
         return Ran(self.process.returncode or 0, out.decode(), err.decode())
 
 
