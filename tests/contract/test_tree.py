@@ -94,6 +94,13 @@ def test_public_modules_classes_and_functions_say_their_contract() -> None:
     assert missing == []
 
 
+def test_nothing_waits_with_wait_for() -> None:
+    """On Python 3.11 it swallows a cancel that comes together with the result (cpython #86296)."""
+    for path in tracked("*.py"):
+        if "/src/" in str(path):
+            assert "asyncio.wait_for(" not in path.read_text(), f"{path}: use `async with asyncio.timeout(…)`"
+
+
 def test_links_in_the_documentation_lead_somewhere() -> None:
     for path in tracked("*.md"):
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):

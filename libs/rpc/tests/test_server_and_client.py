@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
 
 from headrace.api.engine.v1 import engine_service_pb2 as engine_pb2
 from headrace.api.engine.v1 import engine_service_pb2_grpc as engine_grpc
@@ -26,8 +25,9 @@ from headrace.base.errors import (
     StreamBroken,
     Unavailable,
 )
+from headrace.observe.tracing import Tracing
 from headrace.rpc.client import Peer
-from headrace.rpc.context import CallContext, current_call
+from headrace.rpc.context import CallContext, current_call, enter_call
 from headrace.rpc.server import Server, ServerSettings
 from headrace.rpc.status import TRANSPORT
 
@@ -75,7 +75,8 @@ class Engine(engine_grpc.EngineServiceServicer):
 
 @pytest.fixture
 async def stack() -> AsyncIterator[tuple[Server, Peer, Routing, Engine]]:
-    trace.set_tracer_provider(TracerProvider())
+    tracing = Tracing("test", "test", None)
+    await tracing.start()
     server = Server(ServerSettings(grace_s=0.5), service_name="test")
     routing, engine = Routing(), Engine()
     server.add(routing_grpc.add_RoutingServiceServicer_to_server, routing, ROUTING)
@@ -85,6 +86,7 @@ async def stack() -> AsyncIterator[tuple[Server, Peer, Routing, Engine]]:
     yield server, peer, routing, engine
     await peer.close()
     await server.drain(0)
+    await tracing.shutdown()
 
 
 def place(peer: Peer) -> Any:
@@ -155,10 +157,18 @@ async def test_deadline_and_ids_reach_the_handler(stack: Any) -> None:
     assert format(span.get_span_context().trace_id, "032x") in call.traceparent
 
 
-async def test_a_call_without_a_deadline_gets_the_servers_own(stack: Any) -> None:
+@pytest.mark.parametrize("timeout", [None, 1e9])
+async def test_a_call_without_a_real_deadline_gets_the_servers_own(stack: Any, timeout: float | None) -> None:
     _, peer, routing, _ = stack
-    await place(peer)(routing_pb2.PlaceRequest())
+    await place(peer)(routing_pb2.PlaceRequest(), timeout=timeout)
     assert 290 < routing.seen[-1].deadline.remaining_s() <= 300
+
+
+async def test_the_request_id_goes_along_with_calls_made_for_it(stack: Any) -> None:
+    _, peer, routing, _ = stack
+    enter_call(CallContext(request_id="r-9", deadline=Deadline.after(5), peer="", metadata={}, traceparent=""))
+    await peer.unary(place(peer), routing_pb2.PlaceRequest(), deadline=Deadline.after(5))
+    assert routing.seen[-1].request_id == "r-9"
 
 
 async def test_an_ill_formed_request_id_is_replaced(stack: Any) -> None:
@@ -216,6 +226,21 @@ async def test_drain_waits_for_running_calls_and_not_for_idle_health_watches(sta
     assert (await running).engine_id == "e-1"
     assert time.monotonic() - started < 2
     watch.cancel()
+
+
+async def test_a_draining_server_refuses_new_calls_while_old_ones_finish(stack: Any) -> None:
+    server, peer, routing, _ = stack
+    routing.hold_s = 0.3
+    running = asyncio.ensure_future(peer.unary(place(peer), routing_pb2.PlaceRequest(), deadline=Deadline.after(5)))
+    while not server.in_flight:
+        await asyncio.sleep(0.005)
+    draining = asyncio.ensure_future(server.drain(5))
+    await asyncio.sleep(0.05)
+    with pytest.raises(Unavailable) as late:
+        await peer.unary(place(peer), routing_pb2.PlaceRequest(), deadline=Deadline.after(5))
+    assert late.value.reason == "DRAINING"
+    assert (await running).engine_id == "e-1"
+    await draining
 
 
 async def test_drain_cuts_calls_that_outlive_the_grace(stack: Any) -> None:

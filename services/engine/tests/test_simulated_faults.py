@@ -126,10 +126,11 @@ def test_garbage_after_n_tokens_lies_outside_the_vocabulary() -> None:
     assert [token < 49_152 for token in tokens] == [True] * 3 + [False] * 3
 
 
-@pytest.mark.parametrize(("fault", "least_s", "most_s"), [("", 0.8, 2.4), ("slow=3", 2.4, 12.0)])
-def test_a_slow_replica_takes_that_many_times_as_long(fault: str, least_s: float, most_s: float) -> None:
+@pytest.mark.parametrize(("fault", "least_s"), [("", 0.8), ("slow=3", 2.4)])
+def test_a_slow_replica_takes_at_least_that_many_times_as_long(fault: str, least_s: float) -> None:
     with host(fault) as it:
         it.tokens(1)
         began = time.monotonic()
         it.tokens(40)
-        assert least_s <= time.monotonic() - began < most_s
+        # Simulated steps sleep: they may take longer on a busy machine, never shorter.
+        assert time.monotonic() - began >= least_s

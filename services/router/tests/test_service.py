@@ -225,8 +225,10 @@ async def test_a_frozen_redis_degrades_placements_and_does_not_delay_them(
     try:
         await eventually(lambda: _is_degraded(client))
         started = time.monotonic()
-        assert (await client.place()).engine_id == "A"
-        assert time.monotonic() - started < 0.2, "no placement waits for Redis"
+        for _ in range(20):
+            assert (await client.place()).engine_id == "A"
+        # Waiting for the frozen Redis would take its 0.3 s timeout each time: 6 s.
+        assert time.monotonic() - started < 3, "no placement waits for Redis"
     finally:
         os.kill(redis_server.pid, signal.SIGCONT)
 

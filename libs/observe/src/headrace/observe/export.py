@@ -106,7 +106,8 @@ class SpanExport(SpanProcessor):
     async def _pause(self, seconds: float) -> bool:
         """Wait for the next turn; False when closing."""
         try:
-            await asyncio.wait_for(self._closing.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
         except TimeoutError:
             return True
         return False

@@ -1,4 +1,7 @@
-"""One client for every peer: a deadline on each call, errors in our words, streams that cancel on exit."""
+"""One client for every peer: a deadline on each call, errors in our words, streams that cancel on exit.
+
+The trace and the request id of the call being served go along with every call made for it.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from headrace.base.channel import Keepalive, channel_options
 from headrace.base.deadline import Deadline
 from headrace.base.errors import DeadlinePassed, HeadraceError
+from headrace.rpc.context import REQUEST_ID, current_call
 from headrace.rpc.status import from_rpc_error
 
 R = TypeVar("R")
@@ -93,4 +97,9 @@ async def _messages(call: Any) -> AsyncIterator[Any]:
 def _outgoing(metadata: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
     carrier: dict[str, str] = dict(metadata or {})
     _PROPAGATOR.inject(carrier)
+    if REQUEST_ID not in carrier:
+        try:
+            carrier[REQUEST_ID] = current_call().request_id
+        except LookupError:  # not in a handler: the peer makes an id
+            pass
     return tuple(carrier.items())

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from headrace.base.deadline import Deadline
 
+REQUEST_ID = "x-request-id"
+"""Metadata key of the request's id, taken over from callers and sent on to callees."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallContext:

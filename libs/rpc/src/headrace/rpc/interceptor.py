@@ -17,8 +17,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from prometheus_client import Counter, Gauge, Histogram
 
 from headrace.base.deadline import Deadline
-from headrace.base.errors import HeadraceError, InternalError
-from headrace.rpc.context import CallContext, enter_call
+from headrace.base.errors import HeadraceError, InternalError, Unavailable
+from headrace.rpc.context import REQUEST_ID, CallContext, enter_call
 from headrace.rpc.ids import is_request_id, new_request_id
 from headrace.rpc.status import to_status
 
@@ -40,13 +40,18 @@ _UNTRACED_METHODS = ("Attach",)
 
 
 class CallInterceptor(ServerInterceptor):
-    """Wrap each handler once; `in_flight` counts calls of traced and untraced methods except probes."""
+    """Wrap each handler once.
+
+    `in_flight` counts calls of traced and untraced methods except probes; while `refusing` is set, new ones are
+    refused as DRAINING, or a steady stream of them would use up the whole grace of a drain.
+    """
 
     def __init__(self, service_name: str, *, default_deadline_s: float) -> None:
         self._service = service_name
         self._default_deadline_s = default_deadline_s
         self._tracer = trace.get_tracer("headrace.rpc")
         self.in_flight = 0
+        self.refusing = False
 
     async def intercept_service(
         self,
@@ -80,6 +85,7 @@ class CallInterceptor(ServerInterceptor):
         async def handle(request: Any, context: ServicerContext[Any, Any]) -> Any:
             with self._call(path, context) as record:
                 try:
+                    record.raise_if_refused()
                     return await inner(request, context)
                 except Exception as error:
                     failure = self._domain_error(error, context, record)
@@ -93,6 +99,7 @@ class CallInterceptor(ServerInterceptor):
                 messages = inner(request, context)
                 failure: HeadraceError | None = None
                 try:
+                    record.raise_if_refused()
                     async for message in messages:
                         yield message
                 except Exception as error:
@@ -111,6 +118,8 @@ class CallInterceptor(ServerInterceptor):
         method = path.rsplit("/", 1)[-1]
         metadata = {str(k): v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
         record = _Record(metadata)
+        if self.refusing:
+            record.refused = Unavailable("this server is draining", reason="DRAINING", retry_after_s=0.5)
         self.in_flight += 1
         IN_FLIGHT.labels(self._service, method).inc()
         started = time.perf_counter()
@@ -142,8 +151,8 @@ class CallInterceptor(ServerInterceptor):
 
     def _context(self, record: _Record, context: ServicerContext[Any, Any]) -> CallContext:
         left = context.time_remaining()
-        # A client without a deadline reports a remainder of years; give it ours, so that nothing waits for ever.
-        unlimited = left is None or math.isinf(left) or left > 10**8
+        # No deadline, or one of weeks, which nobody means: it gets ours, so that nothing waits for ever.
+        unlimited = left is None or math.isinf(left) or left > 10**6
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier)
         return CallContext(
@@ -166,14 +175,20 @@ class CallInterceptor(ServerInterceptor):
 class _Record:
     """The outcome of one call, filled in on its way."""
 
-    __slots__ = ("code", "metadata", "reason", "request_id")
+    __slots__ = ("code", "metadata", "reason", "refused", "request_id")
 
     def __init__(self, metadata: dict[str, str]) -> None:
-        given = metadata.get("x-request-id", "")
+        given = metadata.get(REQUEST_ID, "")
         self.request_id = given if is_request_id(given) else new_request_id()
         self.metadata = metadata
         self.code = "OK"
         self.reason = ""
+        self.refused: HeadraceError | None = None
+
+    def raise_if_refused(self) -> None:
+        """Refuse a call that came too late, with the account of it kept like any other's."""
+        if self.refused is not None:
+            raise self.refused
 
 
 def _finish_span(span: trace.Span, record: _Record) -> None:

@@ -22,6 +22,7 @@ LIFELINE_ENV = "HEADRACE_LIFELINE_FD"
 """Inherited read end of a pipe whose only write end the launcher holds: end of file means it died."""
 
 RELEASE_WITHIN_S = 10.0
+CANCEL_AGAIN_S = 2.0
 
 
 class App(Protocol):
@@ -85,7 +86,8 @@ async def _live(service: str, app_type: Callable[[S], App], values: S) -> int:
 async def _release(service: str, app: App) -> None:
     """Guard 2 of 3: let go of what had started before the start failed; that failure is the one to report."""
     try:
-        await asyncio.wait_for(app.drain(), RELEASE_WITHIN_S)
+        async with asyncio.timeout(RELEASE_WITHIN_S):
+            await app.drain()
     except Exception as error:
         log.warning("release_failed", service=service, exc_info=error)
 
@@ -111,8 +113,11 @@ async def _drain(service: str, app: App, hurry: asyncio.Event, status: int) -> i
 
 
 async def _cancel(work: asyncio.Future[Any]) -> None:
+    """Cancel and wait for the end; asks again, and says so, where some library has lost the first cancel."""
     work.cancel()
-    await asyncio.wait({work})
+    while not (await asyncio.wait({work}, timeout=CANCEL_AGAIN_S))[0]:
+        log.warning("cancel_repeated", work=str(work))
+        work.cancel()
 
 
 def _watch_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:

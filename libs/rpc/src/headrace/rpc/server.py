@@ -97,7 +97,7 @@ class Server:
             await self._health.set(name, status)
 
     async def drain(self, grace_s: float | None = None) -> None:
-        """Say NOT_SERVING, let others notice, let running calls end within the grace, stop.
+        """Say NOT_SERVING, let others notice, refuse new calls, let running ones end within the grace, stop.
 
         A health Watch held open by a client would hold `stop` for the whole grace (measured), so calls are
         counted here and the transport is stopped with no grace once ours have ended.
@@ -107,6 +107,7 @@ class Server:
         await self._health.enter_graceful_shutdown()
         if grace > 0:
             await asyncio.sleep(self._settings.propagation_s)
+        self._interceptor.refusing = True
         while self.in_flight and time.monotonic() - started < grace:
             await asyncio.sleep(0.02)
         left = self.in_flight

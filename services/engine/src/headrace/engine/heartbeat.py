@@ -59,7 +59,8 @@ class Heart:
             self._wake.clear()
             await self.write()
             try:
-                await asyncio.wait_for(self._wake.wait(), self._period_s)
+                async with asyncio.timeout(self._period_s):
+                    await self._wake.wait()
             except TimeoutError:
                 continue
 

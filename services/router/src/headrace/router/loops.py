@@ -85,6 +85,8 @@ class ViewLoop:
             Record(seen=self._seen(r), age_s=(board.now_us - r.at_us) / 1e6, payload=r.payload) for r in board.records
         )
         metrics.count_read("ok")
+        if board.malformed:
+            metrics.count_unreadable()
         return Reading(asked_at=asked_at, records=records)
 
     def _seen(self, record: BoardRecord) -> Replica | Unreadable:

@@ -15,6 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+    """Tie this process to its parent, then become the server."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         sys.exit("prctl(PR_SET_PDEATHSIG) failed")

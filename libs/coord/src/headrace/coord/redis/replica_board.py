@@ -104,10 +104,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """All heartbeats at server time `now_us`, by engine id. Stale ones stay for RETENTION_S, to be seen as stale."""
+    """All heartbeats at server time `now_us`, by engine id. Stale ones stay for RETENTION_S, to be seen as stale.
+
+    `malformed` counts entries that no engine of ours wrote: one of them must not hide all the others.
+    """
 
     now_us: int
     records: tuple[Record, ...]
+    malformed: int = 0
 
 
 class ReplicaBoard:
@@ -129,11 +133,9 @@ class ReplicaBoard:
         """Everything on the board; drops records older than RETENTION_S."""
         with redis_errors():
             now, flat = await self._read(keys=[KEY], args=[RETENTION_S * 1_000_000])
-        records = sorted(
-            (_unpack(engine_id, packed) for engine_id, packed in zip(flat[::2], flat[1::2], strict=True)),
-            key=lambda record: record.engine_id,
-        )
-        return Board(now_us=int(now), records=tuple(records))
+        unpacked = [_unpack(engine_id, packed) for engine_id, packed in zip(flat[::2], flat[1::2], strict=True)]
+        records = sorted((r for r in unpacked if r is not None), key=lambda record: record.engine_id)
+        return Board(now_us=int(now), records=tuple(records), malformed=len(unpacked) - len(records))
 
     async def remove(self, engine_id: str, epoch: int) -> bool:
         """Take an engine off the board, unless a newer process has its id by now. Whether one was taken off."""
@@ -148,12 +150,15 @@ def _digits(number: int) -> str:
     return text
 
 
-def _unpack(engine_id: bytes, packed: bytes) -> Record:
+def _unpack(engine_id: bytes, packed: bytes) -> Record | None:
     epoch, sequence, at = (packed[i : i + _DIGITS] for i in range(0, _HEADER, _DIGITS))
-    return Record(
-        engine_id=engine_id.decode(),
-        epoch=int(epoch),
-        sequence=int(sequence),
-        at_us=int(at),
-        payload=packed[_HEADER:],
-    )
+    try:
+        return Record(
+            engine_id=engine_id.decode(),
+            epoch=int(epoch),
+            sequence=int(sequence),
+            at_us=int(at),
+            payload=packed[_HEADER:],
+        )
+    except ValueError:  # a name that is no UTF-8, or digits that are none
+        return None

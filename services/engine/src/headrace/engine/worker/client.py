@@ -148,7 +148,8 @@ class WorkerClient:
         if self._process is None:
             return
         try:
-            await asyncio.wait_for(self._process.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
@@ -186,7 +187,8 @@ class WorkerClient:
     async def _how_it_ended(self) -> str:
         assert self._process is not None
         try:
-            code = await asyncio.wait_for(self._process.wait(), _EXIT_S)
+            async with asyncio.timeout(_EXIT_S):
+                code = await self._process.wait()
         except TimeoutError:
             return f"the engine's worker (pid {self._process.pid}) closed its socket and still runs"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -1,0 +1,173 @@
+"""Write intent into etcd: a bundle, a deployment that serves it, and the user's API key."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from headrace.api.control.v1 import intent_pb2
+from headrace.base.errors import InvalidRequest, NotFound, StartError, Unavailable
+from headrace.bundle import intent, keys
+from headrace.bundle.bundle import describe, digest
+from headrace.bundle.shipped import shipped_model_path
+from headrace.cli.home import Home, write_private
+from headrace.coord.etcd.client import EtcdClient
+
+DEFAULT_DEPLOYMENT = "smollm2-135m"
+CHANGE_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the user wants served.
+
+    None keeps what the deployment has; of a new deployment it means one replica of the model that ships, with
+    the engine's own settings.
+    """
+
+    deployment: str = DEFAULT_DEPLOYMENT
+    model: Path | None = None
+    replicas: int | None = None
+    backend: str | None = None
+    engine_settings: Mapping[str, str] | None = None
+
+
+async def apply(etcd: EtcdClient, wanted: Wanted, *, bundle: intent_pb2.Bundle | None = None) -> intent_pb2.Deployment:
+    """Write the bundle (given, or made from `wanted.model`) and the deployment, validated; twice changes nothing."""
+    if bundle is None and wanted.model is not None:
+        bundle = await asyncio.to_thread(describe, wanted.model)
+    key = keys.deployment_key(wanted.deployment)
+    for _ in range(CHANGE_TRIES):
+        found = await etcd.get(key)
+        if found is None and bundle is None:
+            bundle = await asyncio.to_thread(describe, shipped_model_path())
+        before = intent.decode(intent_pb2.Deployment, found.value) if found else _new(wanted.deployment)
+        deployment = _changed(before, wanted, bundle)
+        intent.validate_deployment(deployment)
+        if bundle is not None:
+            await etcd.put(keys.bundle_key(deployment.bundle_digest), intent.encode(bundle))
+        value = intent.encode(deployment)
+        # Somebody else's change between our read and our write must not be lost: then read again.
+        if await (etcd.compare_and_put(key, value, found.mod_revision) if found else etcd.create_if_absent(key, value)):
+            return deployment
+    raise Unavailable(f"{wanted.deployment} is being changed by others all the time: nothing was written")
+
+
+def _new(name: str) -> intent_pb2.Deployment:
+    return intent_pb2.Deployment(name=name, replicas=1, backend="model")
+
+
+def _changed(before: intent_pb2.Deployment, wanted: Wanted, bundle: intent_pb2.Bundle | None) -> intent_pb2.Deployment:
+    settings = before.engine_settings if wanted.engine_settings is None else wanted.engine_settings
+    return intent_pb2.Deployment(
+        name=before.name,
+        bundle_digest=digest(bundle) if bundle is not None else before.bundle_digest,
+        replicas=before.replicas if wanted.replicas is None else wanted.replicas,
+        backend=before.backend if wanted.backend is None else wanted.backend,
+        engine_settings=dict(settings),
+    )
+
+
+async def other_deployments(etcd: EtcdClient, name: str) -> list[str]:
+    """Deployments besides `name` that this etcd wants replicas of, as "2 x name"."""
+    others = []
+    for key, entry in (await etcd.range(keys.DEPLOYMENTS)).entries.items():
+        if key != keys.deployment_key(name):
+            try:
+                found = intent.decode(intent_pb2.Deployment, entry.value)
+            except InvalidRequest as error:
+                others.append(f"{keys.name_in(key, keys.DEPLOYMENTS)} (cannot be read: {error.message})")
+                continue
+            if found.replicas:
+                others.append(f"{found.replicas} x {found.name}")
+    return others
+
+
+async def grant_key(etcd: EtcdClient, key: str, *, tenant: str, name: str, deployments: Sequence[str] = ()) -> None:
+    """Make `key` valid for `tenant`: only its hash is written."""
+    record = intent_pb2.ApiKey(
+        tenant=tenant, name=name, created_at=datetime.now(UTC).isoformat(timespec="seconds"), deployments=deployments
+    )
+    await etcd.put(keys.api_key_key(intent.hash_api_key(key)), intent.encode(record))
+
+
+async def local_key(etcd: EtcdClient, home: Home) -> str:
+    """The local user's API key, from the data folder or made now; valid in etcd afterwards."""
+    return await kept_key(etcd, home.key_file)
+
+
+async def kept_key(etcd: EtcdClient, key_file: Path) -> str:
+    """The key kept in `key_file` (made there, private, when there is none); valid in etcd afterwards."""
+    key = await asyncio.to_thread(_read_or_make_key, key_file)
+    if await etcd.get(keys.api_key_key(intent.hash_api_key(key))) is None:
+        await grant_key(etcd, key, tenant="local", name="local-user")
+    return key
+
+
+def _read_or_make_key(key_file: Path) -> str:
+    try:
+        return key_file.read_text().strip()
+    except FileNotFoundError:
+        key = intent.new_api_key()
+        write_private(key_file, key + "\n")
+        return key
+    except OSError as error:
+        raise StartError(f"cannot read the API key in {key_file}: {error.strerror}") from error
+
+
+def etcd_endpoints(home: Home) -> list[str]:
+    """HEADRACE_ETCD_ENDPOINTS, else those of the stack running on `home`."""
+    given = os.environ.get("HEADRACE_ETCD_ENDPOINTS")
+    return given.split(",") if given else [home.running().addresses["etcd"]]
+
+
+@asynccontextmanager
+async def etcd_client(endpoints: Sequence[str]) -> AsyncIterator[EtcdClient]:
+    """A client, closed on leaving."""
+    client = EtcdClient(endpoints)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def apply_and_say(endpoints: Sequence[str], wanted: Wanted) -> None:
+    """`apply`, and print what was written."""
+    async with etcd_client(endpoints) as etcd:
+        deployment = await apply(etcd, wanted)
+    print(f"wanted: {deployment.replicas} x {deployment.name}, bundle {deployment.bundle_digest}")
+
+
+async def setup(endpoints: Sequence[str], wanted: Wanted, key_file: Path) -> None:
+    """The deployment and a first key; the key itself is not printed.
+
+    The bundle is always made anew: after an upgrade of the image, the engines serve the new one.
+    """
+    bundle = await asyncio.to_thread(describe, wanted.model or shipped_model_path())
+    async with etcd_client(endpoints) as etcd:
+        deployment = await apply(etcd, wanted, bundle=bundle)
+        await kept_key(etcd, key_file)
+    print(f"wanted: {deployment.replicas} x {deployment.name}; API key in {key_file}")
+
+
+async def create_key(endpoints: Sequence[str], tenant: str, name: str, deployments: Sequence[str]) -> None:
+    """A fresh key for `tenant`, printed once."""
+    key = intent.new_api_key()
+    async with etcd_client(endpoints) as etcd:
+        await grant_key(etcd, key, tenant=tenant, name=name, deployments=deployments)
+    print(key)
+
+
+async def revoke_key(endpoints: Sequence[str], key: str) -> None:
+    """Take the key's record away; NotFound when there is none."""
+    path = keys.api_key_key(intent.hash_api_key(key))
+    async with etcd_client(endpoints) as etcd:
+        if await etcd.get(path) is None:
+            raise NotFound("this key is not known; nothing was revoked")
+        await etcd.delete(path)
+    print("revoked")
