@@ -21,6 +21,7 @@ from headrace.cli import chat as chat_command
 from headrace.cli import intent as intent_command
 from headrace.cli import logs as logs_command
 from headrace.cli import status as status_command
+from headrace.cli.constraint import constrain
 from headrace.cli.gateway import access, own_key
 from headrace.cli.home import Home, same_process
 from headrace.cli.intent import DEFAULT_DEPLOYMENT, Wanted, etcd_endpoints
@@ -230,12 +231,25 @@ def generate(
     top_k: TopK = None,
     seed: Seed = None,
     stop: Stop = None,
+    min_p: Annotated[
+        float | None, typer.Option("--min-p", min=0, max=1, help="Keep tokens this share as likely as the likeliest.")
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option("--json-schema", help="File with a JSON Schema the answer must fit.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option("--regex", help="The whole answer matches this.")] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option("--choice", help="The answer is one of these; may be repeated.")
+    ] = None,
 ) -> None:
     """Continue a text; the answer streams to standard output."""
     with plain_errors("generate"):
         given = access(Home.default())
         text = _as_text(prompt)
-    sampling = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
+        sampling = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
+        if min_p is not None:
+            sampling.min_p = min_p
+        constrain(sampling, json_schema, regex, choice)
     _run("generate", chat_command.generate(given, text, sampling, model=model, as_chat=as_chat, timings=timings))
 
 
