@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from headrace.bundle.shipped import shipped_model_path
-from headrace.engine.core.finish import ErrorReason, Finish, FinishReason
+from headrace.engine.core.finish import ErrorReason, Finish, FinishReason, Problem
 from headrace.engine.core.sampling_plan import ConstraintKind, ConstraintSpec, SamplingPlan
 from headrace.engine.grammar import compiler
 from headrace.engine.worker.assembly import assemble
@@ -462,6 +462,45 @@ def test_compiling_longer_than_the_limit_is_the_requests_error(gate: Gate) -> No
     assert problem.field == "sampling.constraint.choice"
     assert "5 s" in problem.message
     assert not grammars.compiling
+
+
+EXPLODING = {
+    "time": schema({"allOf": [{"type": "string", "pattern": f"a{i}.*z{i}"} for i in range(60)]}),
+    "memory": schema(
+        {"type": "object", "properties": {f"f{i}": {"type": "integer", "multipleOf": 99_000 + i} for i in range(64)}}
+    ),
+}
+
+
+@pytest.mark.parametrize("what", EXPLODING)
+def test_a_schema_that_explodes_while_it_is_compiled_costs_its_request_only(what: str, tokenizer: Tokenizer) -> None:
+    grammars = Grammars(None, vocab_size=49_152, eos_ids=frozenset({2}), compile_limit_s=1.0)
+    grammars.begin(1, EXPLODING[what])
+    grammars.begin(2, schema({"type": "integer", "multipleOf": 3}))
+    grammars.begin(3, schema(PERSON))
+    arrived: dict[int, Problem | None] = {}
+    while len(arrived) < 3:
+        arrived |= dict(grammars.arrived())
+        time.sleep(0.001)
+    assert list(arrived) == [3, 1, 2], "those that need no trial wait for none"
+    assert arrived[2] is None
+    assert arrived[3] is None
+    problem = arrived[1]
+    assert problem is not None
+    assert problem.field == "sampling.constraint.json_schema"
+    assert "to compile" in problem.message
+    grammars.close()
+
+
+def test_a_large_harmless_schema_passes_its_trial(tokenizer: Tokenizer) -> None:
+    formats = {f"f{i}": {"type": "string", "format": "date"} for i in range(12)}
+    wanted = {"type": "object", "properties": formats, "required": list(formats), "additionalProperties": False}
+    loop, _ = assemble(config())
+    engine = Desk(loop)
+    engine.submit(1, prompt(1), plan(schema(wanted), max_tokens=1000))
+    engine.run()
+    loop.close()
+    jsonschema.validate(json.loads(tokenizer.decode(engine.tokens[1])), wanted)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt("panic")])

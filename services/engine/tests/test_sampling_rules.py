@@ -234,3 +234,12 @@ def test_rules_of_sequences_that_are_gone_are_not_kept() -> None:
     for n in range(100):
         token(row, piece(replace(GREEDY, presence_penalty=1.0), sequence_id=n), sampler=sampler)
     assert len(sampler._rules) == 1
+
+
+def test_a_grammar_that_allows_only_an_end_wins_over_min_tokens() -> None:
+    """An answer moved to another replica after its last token has met its shape, not its least length."""
+    plan = replace(GREEDY, min_tokens=10)
+    only_end = bits_of([2], VOCAB)
+    more = bits_of([2, 40], VOCAB)
+    assert token(np.zeros(VOCAB), piece(plan), masks={1: only_end}) == 2
+    assert token(np.zeros(VOCAB), piece(plan), masks={1: more}) == 40

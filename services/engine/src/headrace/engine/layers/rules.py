@@ -46,7 +46,11 @@ class Rules:
         if mask is not None:
             forbid_others(row, mask)
         if len(known) - prompt_length < plan.min_tokens:
+            ends = row[self._ends]
             row[self._ends] = -np.inf
+            # A complete grammar allows nothing but an end, and wins: there is no longer answer of that shape.
+            if mask is not None and not (row > -np.inf).any():
+                row[self._ends] = ends
         if len(self._biased):
             row[self._biased] += self._bias
         if self._counts is not None:

@@ -20,6 +20,7 @@ from headrace.bundle.shipped import shipped_model_path
 from headrace.engine.core.finish import ErrorReason, Problem
 from headrace.engine.core.sampling_plan import ConstraintSpec
 from headrace.engine.core.step import Computed, SequenceSlice
+from headrace.engine.grammar.trial import Trial, needs_trial
 from headrace.engine.grammar.verdict import Refused, Verdict
 from headrace.engine.worker.backend import TokenMask
 
@@ -78,10 +79,12 @@ class Grammars:
         clock: Callable[[], float] = time.monotonic,
         compile_limit_s: float = COMPILE_LIMIT_S,
     ) -> None:
-        self._source = _VocabularySource(model, vocab_size, eos_ids)
+        self._source = _Source(model, vocab_size, eos_ids, compile_limit_s)
         self._clock = clock
         self._compile_limit_s = compile_limit_s
+        # Those that could explode have a thread of their own: others never wait for them.
         self._threads: ThreadPoolExecutor | None = None
+        self._trials: ThreadPoolExecutor | None = None
         self._pending: dict[int, _Pending] = {}
         self._constrained: dict[int, _Constrained] = {}
         self._kept: OrderedDict[ConstraintSpec, _Compilation] = OrderedDict()
@@ -146,8 +149,10 @@ class Grammars:
 
     def close(self) -> None:
         """Give up the compilations that were not begun, or the process's end would wait for them all."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._trials):
+            if threads is not None:
+                threads.shutdown(wait=False, cancel_futures=True)
+        self._source.close()
 
     def _matcher(self, pending: _Pending) -> Matcher | Problem | None:
         """For a sequence whose grammar is compiled or cannot be had; None while that is open."""
@@ -186,15 +191,20 @@ class Grammars:
         return dataclasses.replace(result, complete=True) if verdict is Verdict.COMPLETE else result
 
     def _compile(self, spec: ConstraintSpec) -> _Compilation:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
         compilation = _Compilation(spec)
-        compilation.outcome = self._threads.submit(self._run, compilation)
+        compilation.outcome = self._threads_for(spec).submit(self._run, compilation)
         self._kept[spec] = compilation
         self._kept_bytes += _size(spec)
         while len(self._kept) > _MOST_KEPT or self._kept_bytes > _MOST_KEPT_BYTES:
             self._forget(next(iter(self._kept.values())))
         return compilation
+
+    def _threads_for(self, spec: ConstraintSpec) -> ThreadPoolExecutor:
+        if needs_trial(spec):
+            self._trials = self._trials or ThreadPoolExecutor(1, thread_name_prefix="grammar-trial")
+            return self._trials
+        self._threads = self._threads or ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
+        return self._threads
 
     def _run(self, compilation: _Compilation) -> Matcher | Problem:
         """In a thread of the pool."""
@@ -202,6 +212,8 @@ class Grammars:
 
         try:
             vocabulary = self._source.vocabulary()
+            if needs_trial(compilation.spec):
+                self._source.trial().check(compilation.spec)
             compilation.started_at = self._clock()
             return compile_grammar(compilation.spec, vocabulary)
         except Refused as refused:
@@ -224,22 +236,34 @@ class Grammars:
             self._kept_bytes -= _size(compilation.spec)
 
 
-class _VocabularySource:
-    """The vocabulary, made when it is first asked for, by whichever thread asks first."""
+class _Source:
+    """What compiling needs, made when it is first asked for, by whichever thread asks first."""
 
-    def __init__(self, model: Path | None, size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(self, model: Path | None, size: int, eos_ids: frozenset[int], compile_limit_s: float) -> None:
         self._model, self._size, self._eos_ids = model, size, eos_ids
+        self._compile_limit_s = compile_limit_s
         self._lock = Lock()
         self._vocabulary: Vocabulary | None = None
+        self._trial: Trial | None = None
 
     def vocabulary(self) -> Vocabulary:
         from headrace.engine.grammar.vocabulary import load_vocabulary
 
         with self._lock:
             if self._vocabulary is None:
-                model = self._model or shipped_model_path()
-                self._vocabulary = load_vocabulary(model, self._size, self._eos_ids)
+                self._vocabulary = load_vocabulary(self._model or shipped_model_path(), self._size, self._eos_ids)
             return self._vocabulary
+
+    def close(self) -> None:
+        if self._trial is not None:
+            self._trial.kill()
+
+    def trial(self) -> Trial:
+        """For the one thread of those that need it."""
+        if self._trial is None:
+            model = self._model or shipped_model_path()
+            self._trial = Trial(model, self._size, self._eos_ids, limit_s=self._compile_limit_s)
+        return self._trial
 
 
 def _refusal(spec: ConstraintSpec, why: str) -> Problem:
