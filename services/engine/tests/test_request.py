@@ -103,3 +103,14 @@ def test_odd_but_possible_values_are_served() -> None:
 def test_max_tokens_is_capped_to_what_the_context_leaves() -> None:
     plan = examine([1] * 15, SamplingPlan(max_tokens=1000, seed=3), LIMITS)
     assert plan == SamplingPlan(max_tokens=1, seed=3)
+
+
+def test_the_finish_record_tells_when_each_later_token_came() -> None:
+    sequence = Sequence(
+        id=1, token_ids=[5, 6], prompt_length=2, plan=SamplingPlan(max_tokens=9, ignore_eos=True), arrived_at=1.0
+    )
+    sequence.prefill_started_at = 1.5
+    for now in (2.0, 2.25, 3.25):
+        sequence.append(7, frozenset(), now)
+    finish = sequence.finish(FinishReason.CANCELLED, 4.0)
+    assert (finish.queue_ms, finish.prefill_ms, finish.later_ms) == (500.0, 500.0, (250.0, 1000.0))

@@ -122,6 +122,7 @@ async def test_steps_are_columns_counted_without_gaps_and_finishes_close_slots(a
     assert {slot: len(ids) for slot, ids in tokens.items()} == {7: 5, 9: 3}
     assert [s.step for s in steps] == list(range(1, len(steps) + 1))
     assert {f.reason for f in finishes.values()} == {LENGTH}
+    assert {slot: len(f.later_ms) for slot, f in finishes.items()} == {7: 4, 9: 2}
     assert any(len(s.slots) == 2 for s in steps), "sequences of one step share a message"
     attached.submit(7, [1, 2, 3])
     again, _, _ = await attached.until_finished(7)

@@ -173,6 +173,7 @@ def _finish_message(slot: int, finish: Finish) -> pb.Finish:
         error_field=problem.field if problem else "",
         queue_ms=finish.queue_ms,
         prefill_ms=finish.prefill_ms,
+        later_ms=finish.later_ms,
         prefill_chunks=finish.prefill_chunks,
         preemptions=finish.preemptions,
         cached_tokens=finish.cached_tokens,

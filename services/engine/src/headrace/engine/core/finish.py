@@ -47,7 +47,8 @@ class Finish:
     """The end of one sequence; `problem` is set when `reason` is CANCELLED or ERROR.
 
     `queue_ms` runs from arrival to the start of prefill, `prefill_ms` from there to the first token; each ends with
-    the sequence if it got no further. `cached_tokens` is what the prefix cache held of the prompt when it was first
+    the sequence if it got no further; `later_ms` are the times from each token to the next, pauses by preemption
+    included. `cached_tokens` is what the prefix cache held of the prompt when it was first
     admitted. `prompt_logprobs` has one entry per prompt token after the first, when asked for, as far as it got.
     """
 
@@ -56,6 +57,7 @@ class Finish:
     problem: Problem | None = None
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
+    later_ms: tuple[float, ...] = ()
     prefill_chunks: int = 0
     preemptions: int = 0
     cached_tokens: int = 0

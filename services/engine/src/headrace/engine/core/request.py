@@ -61,6 +61,8 @@ class Sequence:
     # For the finish record.
     prefill_started_at: float | None = None
     first_token_at: float | None = None
+    newest_token_at: float = 0.0
+    later_ms: list[float] = field(default_factory=list)
     prefill_chunks: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
@@ -99,6 +101,9 @@ class Sequence:
         self.token_ids.append(token_id)
         if self.first_token_at is None:
             self.first_token_at = now
+        else:
+            self.later_ms.append((now - self.newest_token_at) * 1000)
+        self.newest_token_at = now
         if token_id in self.plan.stop_token_ids or (token_id in eos_ids and not self.plan.ignore_eos):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.longest else None
@@ -113,6 +118,7 @@ class Sequence:
             problem=problem,
             queue_ms=(started - self.arrived_at) * 1000,
             prefill_ms=(first - started) * 1000,
+            later_ms=tuple(self.later_ms),
             prefill_chunks=self.prefill_chunks,
             preemptions=self.preemptions,
             cached_tokens=self.cached_tokens,
