@@ -11,13 +11,14 @@ from headrace.api.common.v1 import answer_pb2
 from headrace.api.engine.v1 import engine_service_pb2 as pb
 from headrace.base.deadline import Deadline
 from headrace.base.errors import HeadraceError, InvalidRequest, StaleEpoch
+from headrace.base.sampling_limit import MAX_ANSWERS
 from headrace.engine.core.finish import Finish
 from headrace.engine.core.likelihood import Logprobs
 from headrace.engine.core.placement import Placement, Priority
 from headrace.engine.core.sampling_plan import SamplingPlan
 from headrace.engine.logprobs import logprobs_message
 from headrace.engine.metrics import GATEWAYS
-from headrace.engine.sampling import MAX_ANSWERS, answers_wanted, plan_of
+from headrace.engine.sampling import answers_wanted, plan_of
 from headrace.engine.sequences import Sequences
 
 log = structlog.get_logger(__name__)

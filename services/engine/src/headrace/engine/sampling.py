@@ -6,9 +6,8 @@ import secrets
 
 from headrace.api.common.v1.sampling_pb2 import Constraint, SamplingParams
 from headrace.base.errors import InvalidRequest
+from headrace.base.sampling_limit import MAX_ANSWERS
 from headrace.engine.core.sampling_plan import ConstraintKind, ConstraintSpec, SamplingPlan
-
-MAX_ANSWERS = 16
 
 
 def plan_of(params: SamplingParams, *, default_max_tokens: int) -> SamplingPlan:

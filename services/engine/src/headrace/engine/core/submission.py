@@ -6,20 +6,25 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from headrace.base.sampling_limit import (
+    MAX_BIASES,
+    MAX_CHOICE_BYTES,
+    MAX_CHOICES,
+    MAX_JSON_SCHEMA_BYTES,
+    MAX_LISTED_TOKENS,
+    MAX_LOGPROBS,
+    MAX_REGEX_BYTES,
+    MAX_STOP_TOKEN_IDS,
+)
 from headrace.engine.core.finish import ErrorReason, Problem
 from headrace.engine.core.sampling_plan import ConstraintKind, ConstraintSpec, SamplingPlan
 
-MAX_STOP_TOKEN_IDS = 64
-MAX_BIASES = 1024
-MAX_LISTED_TOKENS = 65_536
-MAX_LOGPROBS = 20
 # Log-probabilities of one prompt leave in one message: at most about 3 MB of it.
 MAX_PROMPT_LIKELIHOODS = 1 << 18
-MAX_CHOICES = 256
 MAX_CONSTRAINT_BYTES = {
-    ConstraintKind.JSON_SCHEMA: 64 << 10,
-    ConstraintKind.REGEX: 8 << 10,
-    ConstraintKind.CHOICE: 64 << 10,  # all texts together
+    ConstraintKind.JSON_SCHEMA: MAX_JSON_SCHEMA_BYTES,
+    ConstraintKind.REGEX: MAX_REGEX_BYTES,
+    ConstraintKind.CHOICE: MAX_CHOICE_BYTES,
 }
 
 

@@ -6,20 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.base.errors import InvalidRequest
+from headrace.base.sampling_limit import (
+    MAX_ANSWERS,
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_CHOICE_BYTES,
+    MAX_CHOICES,
+    MAX_JSON_SCHEMA_BYTES,
+    MAX_LISTED_TOKENS,
+    MAX_LOGPROBS,
+    MAX_REGEX_BYTES,
+    MAX_STOP_TOKEN_IDS,
+)
 from headrace.gateway.core.ask import Constraint, ConstraintKind, Sampling
 from headrace.text.stop import validate_stops
 
-MAX_STOP_TOKEN_IDS = 64
-MAX_LISTED_TOKENS = 65_536
-MAX_BIASES = 1024
-MAX_BIAS = 100.0
-MAX_ANSWERS = 16
-MAX_LOGPROBS = 20
-MAX_CHOICES = 256
 MAX_CONSTRAINT_BYTES = {
-    ConstraintKind.JSON_SCHEMA: 64 << 10,
-    ConstraintKind.REGEX: 8 << 10,
-    ConstraintKind.CHOICE: 64 << 10,  # all texts together
+    ConstraintKind.JSON_SCHEMA: MAX_JSON_SCHEMA_BYTES,
+    ConstraintKind.REGEX: MAX_REGEX_BYTES,
+    ConstraintKind.CHOICE: MAX_CHOICE_BYTES,
 }
 
 
