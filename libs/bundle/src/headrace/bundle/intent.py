@@ -17,7 +17,7 @@ from headrace.base.errors import InvalidRequest
 
 Intent = TypeVar("Intent", Bundle, Deployment, ApiKey)
 
-PRECISIONS = ("float32", "bfloat16")
+PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 BACKENDS = ("model", "simulated")
 MOST_REPLICAS = 1000  # a typing error should not order four billion
 

@@ -26,8 +26,8 @@ CHANGE_TRIES = 5
 class Wanted:
     """What the user wants served.
 
-    None keeps what the deployment has; of a new deployment it means one replica of the model that ships, with
-    the engine's own settings.
+    None keeps what the deployment has; of a new deployment it means one replica of the model that ships, in float32,
+    with the engine's own settings.
     """
 
     deployment: str = DEFAULT_DEPLOYMENT
@@ -35,17 +35,18 @@ class Wanted:
     replicas: int | None = None
     backend: str | None = None
     engine_settings: Mapping[str, str] | None = None
+    precision: str | None = None
 
 
 async def apply(etcd: EtcdClient, wanted: Wanted, *, bundle: intent_pb2.Bundle | None = None) -> intent_pb2.Deployment:
     """Write the bundle (given, or made from `wanted.model`) and the deployment, validated; twice changes nothing."""
-    if bundle is None and wanted.model is not None:
-        bundle = await asyncio.to_thread(describe, wanted.model)
+    if bundle is None and (wanted.model is not None or wanted.precision is not None):
+        bundle = await asyncio.to_thread(describe_wanted, wanted, await _present_model(etcd, wanted.deployment))
     key = keys.deployment_key(wanted.deployment)
     for _ in range(CHANGE_TRIES):
         found = await etcd.get(key)
         if found is None and bundle is None:
-            bundle = await asyncio.to_thread(describe, shipped_model_path())
+            bundle = await asyncio.to_thread(describe_wanted, wanted)
         before = intent.decode(intent_pb2.Deployment, found.value) if found else _new(wanted.deployment)
         deployment = _changed(before, wanted, bundle)
         intent.validate_deployment(deployment)
@@ -56,6 +57,22 @@ async def apply(etcd: EtcdClient, wanted: Wanted, *, bundle: intent_pb2.Bundle |
         if await (etcd.compare_and_put(key, value, found.mod_revision) if found else etcd.create_if_absent(key, value)):
             return deployment
     raise Unavailable(f"{wanted.deployment} is being changed by others all the time: nothing was written")
+
+
+def describe_wanted(wanted: Wanted, present_model: Path | None = None) -> intent_pb2.Bundle:
+    """The bundle of the wanted model: the one named, else the present one, else the one that ships."""
+    path = wanted.model or present_model or shipped_model_path()
+    return describe(path, precision=wanted.precision or "float32")
+
+
+async def _present_model(etcd: EtcdClient, deployment: str) -> Path | None:
+    """Where the deployment's model lies now; None when there is no such deployment."""
+    found = await etcd.get(keys.deployment_key(deployment))
+    if found is None:
+        return None
+    digest_now = intent.decode(intent_pb2.Deployment, found.value).bundle_digest
+    bundle = await etcd.get(keys.bundle_key(digest_now))
+    return Path(intent.decode(intent_pb2.Bundle, bundle.value).model_path) if bundle is not None else None
 
 
 def _new(name: str) -> intent_pb2.Deployment:
@@ -148,7 +165,7 @@ async def setup(endpoints: Sequence[str], wanted: Wanted, key_file: Path) -> Non
 
     The bundle is always made anew: after an upgrade of the image, the engines serve the new one.
     """
-    bundle = await asyncio.to_thread(describe, wanted.model or shipped_model_path())
+    bundle = await asyncio.to_thread(describe_wanted, wanted)
     async with etcd_client(endpoints) as etcd:
         deployment = await apply(etcd, wanted, bundle=bundle)
         await kept_key(etcd, key_file)

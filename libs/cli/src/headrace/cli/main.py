@@ -44,6 +44,9 @@ INTERRUPTED = 130
 READER_GONE = 141
 """Statuses as shells have them: 128 + SIGINT, 128 + SIGPIPE."""
 
+PRECISION_HELP = "float32 (exact, slowest), bfloat16, int8 or int4 (smallest; loses much on small models)."
+Precision = Annotated[str, typer.Option(help=PRECISION_HELP)]
+KeptPrecision = Annotated[str | None, typer.Option(help=PRECISION_HELP)]
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")]
 Temperature = Annotated[float | None, typer.Option(min=0, max=2, help="0: greedy (the default).")]
 TopP = Annotated[float | None, typer.Option("--top-p", help="Nucleus sampling, in (0, 1].")]
@@ -155,6 +158,7 @@ def up_command(
     name: DeploymentName = DEFAULT_DEPLOYMENT,
     replicas: Replicas = 1,
     backend: BackendOption = "model",
+    precision: Precision = "bfloat16",
     engine: EngineSettings = None,
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Gateway port (default: 8700, or a free one).")
@@ -170,7 +174,14 @@ def up_command(
         if demo and replicas == 0:
             raise StartError("--demo needs at least one replica")
         settings = _engine_settings(engine)
-        wanted = Wanted(deployment=name, model=model, replicas=replicas, backend=backend, engine_settings=settings)
+        wanted = Wanted(
+            deployment=name,
+            model=model,
+            replicas=replicas,
+            backend=backend,
+            engine_settings=settings,
+            precision=precision,
+        )
         # Without a terminal nobody can press Ctrl-C after a demo, so it ends by itself.
         ends = once or (demo and not sys.stdout.isatty())
         request = UpSettings(stack=StackSettings(wanted=wanted, port=port), demo=demo, once=ends, prompt=prompt)
@@ -280,6 +291,7 @@ def apply_command(
     name: DeploymentName = DEFAULT_DEPLOYMENT,
     replicas: KeptReplicas = None,
     backend: KeptBackend = None,
+    precision: KeptPrecision = None,
     engine: EngineSettings = None,
 ) -> None:
     """Make or change a deployment, e.g. `headrace apply --replicas 2`; what is left out stays as it is.
@@ -288,7 +300,14 @@ def apply_command(
     """
     with plain_errors("apply"):
         settings = _engine_settings(engine) if engine else None
-        wanted = Wanted(deployment=name, model=model, replicas=replicas, backend=backend, engine_settings=settings)
+        wanted = Wanted(
+            deployment=name,
+            model=model,
+            replicas=replicas,
+            backend=backend,
+            engine_settings=settings,
+            precision=precision,
+        )
         endpoints = etcd_endpoints(Home.default())
     _run("apply", intent_command.apply_and_say(endpoints, wanted))
 
@@ -298,11 +317,12 @@ def setup_command(
     key_file: Annotated[Path, typer.Option(help="Where the first API key is kept, readable by its owner alone.")],
     model: ModelPath = None,
     name: DeploymentName = DEFAULT_DEPLOYMENT,
+    precision: Precision = "bfloat16",
     replicas: KeptReplicas = None,
 ) -> None:
     """Prepare an etcd: a deployment and a first API key. Running it again keeps the key and the replicas."""
     with plain_errors("setup"):
-        wanted = Wanted(deployment=name, model=model, replicas=replicas)
+        wanted = Wanted(deployment=name, model=model, replicas=replicas, precision=precision)
         endpoints = etcd_endpoints(Home.default())
     _run("setup", intent_command.setup(endpoints, wanted, key_file))
 

@@ -19,11 +19,9 @@ from headrace.api.control.v1.intent_pb2 import Bundle
 from headrace.base.backoff import Backoff
 from headrace.base.errors import StartError
 from headrace.bundle import keys
-from headrace.bundle.bundle import describe
-from headrace.bundle.shipped import shipped_model_path
 from headrace.cli.child import Child, Lifeline, free_port, port_is_free, python_module
 from headrace.cli.home import Home, StackRecord
-from headrace.cli.intent import Wanted, apply, etcd_client, local_key, other_deployments
+from headrace.cli.intent import Wanted, apply, describe_wanted, etcd_client, local_key, other_deployments
 from headrace.cli.mark import MARK_ENV, kill_marked
 from headrace.coord.embedded import EmbeddedEtcd, EmbeddedRedis
 
@@ -100,7 +98,7 @@ class LocalStack:
         etcd, redis, bundle = await asyncio.gather(
             asyncio.to_thread(EmbeddedEtcd.start, self.home.path),
             asyncio.to_thread(EmbeddedRedis.start, self.home.path),
-            asyncio.to_thread(_describe, self.settings.wanted),
+            asyncio.to_thread(describe_wanted, self.settings.wanted),
             return_exceptions=True,
         )
         # Each is kept as soon as it runs, so that a failure of another still ends it.
@@ -257,10 +255,6 @@ class Restart:
         self._due, self._started = None, now
         service.start()
         return f"{service.name} was started again, as process {service.pid}"
-
-
-def _describe(wanted: Wanted) -> Bundle:
-    return describe(wanted.model or shipped_model_path())
 
 
 def _create_times(processes: Mapping[str, int]) -> dict[str, float]:

@@ -99,7 +99,10 @@ class EngineApp:
         me.max_model_len, me.block_size = ready.max_model_len, ready.block_size
         self._heart.set_phase(pb.PHASE_READY)
         await self._server.set_serving(True)
-        log.info("engine_ready", engine=me.engine_id, address=me.address, seconds=round(time.monotonic() - began, 2))
+        seconds = round(time.monotonic() - began, 2)
+        log.info(
+            "engine_ready", engine=me.engine_id, address=me.address, seconds=seconds, computes_on=ready.computes_on
+        )
 
     def _bundle(self) -> Bundle:
         """The bundle given, or one described from the model; the weights are trusted to be the bundle's."""

@@ -37,7 +37,7 @@ class EngineSettings:
         env="HEADRACE_PREFIX_CACHE_KEY",
     )
     max_model_len: int = knob(0, help="context limit in tokens; 0: what bundle and KV cache hold", least=0)
-    precision: str = knob("float32", help="float32 or bfloat16, when no bundle says")
+    precision: str = knob("float32", help="float32, bfloat16, int8 or int4, when no bundle says")
     heartbeat_period_s: float = knob(0.25, help="seconds between heartbeats", least=0.01, most=5)
     grace_s: float = knob(30.0, help="seconds a drain waits for running answers", least=0)
     simulate_step_ms: float = knob(1.0, help="simulated: fixed cost of a step", least=0)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from headrace.engine.core.finish import ErrorReason, Problem
 from headrace.engine.core.sampling_plan import SamplingPlan
@@ -21,6 +21,9 @@ from headrace.engine.layers.logprob import logprobs_of
 from headrace.engine.layers.noise import Floats, gumbel, loudest
 from headrace.engine.layers.rules import Rules, TokenBits, forbid_others, have_rules
 from headrace.engine.layers.truncation import least_kept
+
+if TYPE_CHECKING:  # a worker on the native kernels never imports torch
+    from torch import Tensor
 
 # Below this an answer is greedy: two logits a thousandth apart are a hundred temperatures apart.
 LEAST_TEMPERATURE = 1e-5
@@ -33,9 +36,9 @@ NOTHING_ALLOWED = Problem(
 )
 
 
-def prompt_logprobs(logits: Tensor, token_ids: Sequence[int], top: int) -> list[Logprobs] | Problem:
+def prompt_logprobs(logits: Tensor | Floats, token_ids: Sequence[int], top: int) -> list[Logprobs] | Problem:
     """Those of ``token_ids[i]`` by row i of `logits`, float32 [tokens, vocabulary]."""
-    rows = logits.numpy()
+    rows = np.asarray(logits)
     if not np.isfinite(rows.max(axis=1)).all():
         return NOT_NUMBERS
     return [logprobs_of(row, token_id, top) for row, token_id in zip(rows, token_ids, strict=True)]
@@ -52,13 +55,15 @@ class Sampler:
         self._eos_ids = eos_ids
         self._rules: dict[int, Rules] = {}
 
-    def sample(self, logits: Tensor, slices: Sequence[SequenceSlice], masks: Mapping[int, TokenBits]) -> list[Computed]:
+    def sample(
+        self, logits: Tensor | Floats, slices: Sequence[SequenceSlice], masks: Mapping[int, TokenBits]
+    ) -> list[Computed]:
         """The token (or problem) and, if asked for, log-probabilities of each row of `logits`.
 
         `logits` is float32 [rows, vocabulary] and is left as it is; row i belongs to ``slices[i]``, all of which
         sample. Among equal logits the lowest token id wins.
         """
-        rows = logits.numpy()
+        rows = np.asarray(logits)
         likeliest = rows.argmax(axis=1).tolist()  # numpy: 2 us a row, torch: 26
         kept: dict[int, Rules] = {}
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):

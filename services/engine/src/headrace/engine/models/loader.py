@@ -35,11 +35,11 @@ def load_model(path: Path, precision: str) -> Decoder:
         raise StartError(f"precision {precision!r} is not supported, only {' and '.join(PRECISIONS)}")
     checkpoint = open_checkpoint(path)
     model = Decoder(checkpoint.config, load_weights(checkpoint, dtype))
-    _refuse_unread(path, checkpoint.unread())
+    refuse_unread(path, checkpoint.unread())
     return model
 
 
-def _refuse_unread(path: Path, unread: Sequence[str]) -> None:
+def refuse_unread(path: Path, unread: Sequence[str]) -> None:
     """Weights left over belong to a model that computes something else: its answers would be plausible and wrong."""
     if unread:
         names = ", ".join(unread[:_MOST_NAMED]) + (", ..." if len(unread) > _MOST_NAMED else "")

@@ -26,7 +26,7 @@ def assemble(config: WorkerConfig) -> tuple[StepLoop, WorkerReady]:
     """Load the backend, warm it up and measure it; StartError names the setting that cannot be honoured."""
     faults = _faults(config)
     batch = _batch_limits(config)
-    backend = _load_backend(config)
+    backend, computes_on = _load_backend(config)
     pool = BlockPool(backend.num_blocks, config.block_size)
     memory = KvMemory(pool, _prefix_key(config), config.bundle_digest)
     limits = ModelLimits(vocab_size=backend.vocab_size, max_model_len=_context(config, backend, pool))
@@ -45,6 +45,7 @@ def assemble(config: WorkerConfig) -> tuple[StepLoop, WorkerReady]:
         max_model_len=limits.max_model_len,
         block_size=config.block_size,
         load=load(scheduler, loop.rates),
+        computes_on=computes_on,
     )
     return loop, ready
 
@@ -80,13 +81,21 @@ def _batch_limits(config: WorkerConfig) -> BatchLimits:
         raise StartError(str(error)) from error
 
 
-def _load_backend(config: WorkerConfig) -> Backend:
+def _load_backend(config: WorkerConfig) -> tuple[Backend, str]:
+    """The backend, and what it computes on, in words."""
     if config.backend is BackendName.SIMULATED:
-        return SimulatedBackend(config)
-    # Imported here: torch costs 2 s and a simulated replica has no use for it.
-    from headrace.engine.worker.backend_model import load_model_backend
+        return SimulatedBackend(config), "nothing: simulated"
+    # Imported here: a simulated replica has no use for the kernels, nor a model on the kernels for torch, which costs
+    # 2 s.
+    from headrace.engine.worker.backend_native import NotNative, load_native_backend
 
-    return load_model_backend(config)
+    try:
+        native = load_native_backend(config)
+        return native, native.computes_on
+    except NotNative as reason:
+        from headrace.engine.worker.backend_model import load_model_backend
+
+        return load_model_backend(config), f"torch {config.precision}: {reason}"
 
 
 def _context(config: WorkerConfig, backend: Backend, pool: BlockPool) -> int:

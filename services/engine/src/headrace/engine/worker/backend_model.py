@@ -26,6 +26,7 @@ from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import load_model
 from headrace.engine.worker.backend import Backend, TokenMask
 from headrace.engine.worker.config import WorkerConfig
+from headrace.engine.worker.cores import usable_cores
 
 # Enough rows for the many-row products, few enough to stay near 0.1 s on two cores.
 WARM_UP_TOKENS = 32
@@ -144,16 +145,3 @@ class ModelBackend:
 def block_bytes(model: Decoder, block_size: int) -> int:
     """Bytes of one block of `block_size` tokens: keys and values of all layers."""
     return 2 * model.config.num_layers * model.config.kv_size * block_size * model.dtype.itemsize
-
-
-def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores this process may use at once: its affinity, or a container's quota if that is less (at least 1).
-
-    More threads than that wait for each other's time slices at every layer (vllm#10971).
-    """
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = cgroup.read_text().split()
-        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):  # no cgroup v2 here
-        return cores

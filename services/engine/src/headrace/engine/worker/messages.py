@@ -67,6 +67,7 @@ class WorkerReady:
     max_model_len: int
     block_size: int
     load: Load  # total_blocks, and the rates its warm-up measured
+    computes_on: str  # for the log: which kernels, and why not faster ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,145 @@
+"""A packed model with its KV cache, as one object that computes a step in one call."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.engine.core.step import SequenceSlice
+from headrace.engine.kernels.cpu.library import Batch, Layer, Linear, ModelSpec, Pool, address
+from headrace.engine.packed.file import PackedModel
+from headrace.engine.packed.layout import Matrix, matrices
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRow:
+    """A row of the step whose next token is wanted; `logits` is the row of the result that its logits go to, if any."""
+
+    row: int
+    logits: int | None
+
+
+class NativeModel:
+    """Weights, KV cache and working memory. Only one thread may use it at a time."""
+
+    def __init__(self, model: PackedModel, pool: Pool, *, block_size: int, num_blocks: int) -> None:
+        self.config = model.config
+        self._pool = pool
+        self._library = pool.library
+        self._block_size = block_size
+        self._model = model  # the library reads its arrays
+        cache_bytes = block_bytes(model, pool, block_size) * num_blocks
+        self._cache = mmap.mmap(-1, cache_bytes)  # zeros, which become memory when they are first written
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._cache.madvise(mmap.MADV_HUGEPAGE)
+        self._frequencies = _inverse_frequencies(model)
+        self._layers = self._make_layers()
+        self._handle = self._library.hr_model_create(pool.handle, ctypes.byref(self._make_spec(num_blocks)))
+
+    def close(self) -> None:
+        """Free the working memory. The model must not be used any more."""
+        self._library.hr_model_destroy(self._handle)
+
+    def step(self, slices: Sequence[SequenceSlice], wanted: Sequence[HeadRow]) -> tuple[Ints, Floats]:
+        """Compute `slices`; the likeliest tokens of the `wanted` rows (-1: no numbers), and the logits asked for."""
+        counts = [len(piece.token_ids) for piece in slices]
+        tokens = np.array([token for piece in slices for token in piece.token_ids], dtype=np.int32)
+        first_row = np.cumsum([0, *counts], dtype=np.int32)
+        starts = np.array([piece.start for piece in slices], dtype=np.int32)
+        positions = np.arange(len(tokens), dtype=np.int32) + np.repeat(starts - first_row[:-1], counts)
+        tables, table_start = self._tables(slices)
+        head_rows = np.array([head.row for head in wanted], dtype=np.int32)
+        logits_row = np.array([-1 if head.logits is None else head.logits for head in wanted], dtype=np.int32)
+        logits = np.empty((int((logits_row >= 0).sum()), self.config.vocab_size), dtype=np.float32)
+        best = np.empty(len(wanted), dtype=np.int32)
+        batch = Batch(
+            rows=len(tokens), slices=len(slices), head_count=len(wanted), tokens=address(tokens),
+            positions=address(positions), first_row=address(first_row), tables=address(tables),
+            table_start=address(table_start), head_rows=address(head_rows), logits_row=address(logits_row),
+            logits=address(logits), best=address(best),
+        )  # fmt: skip
+        self._library.hr_step(self._handle, ctypes.byref(batch))
+        return best, logits
+
+    def logits(self, rows: range) -> Floats:
+        """Logits after these rows of the last step, [rows, vocabulary]."""
+        wanted = np.array(rows, dtype=np.int32)
+        out = np.empty((len(rows), self.config.vocab_size), dtype=np.float32)
+        self._library.hr_step_logits(self._handle, address(wanted), len(rows), address(out))
+        return out
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy the keys and values of one block to another."""
+        self._library.hr_copy_block(self._handle, source, target)
+
+    def _tables(self, slices: Sequence[SequenceSlice]) -> tuple[Ints, Ints]:
+        """The blocks that each slice's sequence uses up to this step, in a row, and where each slice's begin."""
+        tables: list[int] = []
+        starts = []
+        for piece in slices:
+            starts.append(len(tables))
+            tables += piece.block_table[: -(-(piece.start + len(piece.token_ids)) // self._block_size)]
+        return np.array(tables, dtype=np.int32), np.array(starts, dtype=np.int32)
+
+    def _make_layers(self) -> ctypes.Array[Layer]:
+        c = self.config
+        packed = {matrix.name: matrix for matrix in matrices(c, self._model.precision)}
+        layers = (Layer * c.num_layers)()
+        for i in range(c.num_layers):
+            layers[i] = Layer(
+                input_norm=self._at(f"{i}.input_norm"),
+                mlp_norm=self._at(f"{i}.mlp_norm"),
+                head_norms=self._at(f"{i}.head_norms"),
+                qkv=self._linear(packed[f"{i}.qkv"]),
+                out=self._linear(packed[f"{i}.out"]),
+                gate_up=self._linear(packed[f"{i}.gate_up"]),
+                down=self._linear(packed[f"{i}.down"]),
+                window=c.window(i) or 0,
+            )
+        return layers
+
+    def _make_spec(self, num_blocks: int) -> ModelSpec:
+        c = self.config
+        head = next(matrix for matrix in matrices(c, self._model.precision) if matrix.name == "head")
+        return ModelSpec(
+            vocabulary=c.vocab_size, hidden=c.hidden_size, intermediate=c.intermediate_size, layers=c.num_layers,
+            heads=c.num_heads, kv_heads=c.num_kv_heads, head_dim=c.head_dim, block_size=self._block_size,
+            blocks=num_blocks, rms_eps=c.rms_eps, rope_factor=c.rope_attention_factor,
+            frequencies=address(self._frequencies), layer=self._layers, final_norm=self._at("final_norm"),
+            head=self._linear(head), embedding=self._at("embedding"),
+            cache=address(np.frombuffer(self._cache, dtype=np.uint8)),
+        )  # fmt: skip
+
+    def _linear(self, matrix: Matrix) -> Linear:
+        return Linear(
+            format=matrix.format, columns=matrix.columns, depth=matrix.depth, panels=matrix.panels,
+            weights=self._at(f"{matrix.name}.weights"), scales=self._at(f"{matrix.name}.scales"),
+            bias=self._at(f"{matrix.name}.bias"),
+        )  # fmt: skip
+
+    def _at(self, name: str) -> int | None:
+        return address(self._model.array(name))
+
+
+def block_bytes(model: PackedModel, pool: Pool, block_size: int) -> int:
+    """Bytes of one block of `block_size` tokens: keys and values of all layers."""
+    c = model.config
+    return int(pool.library.hr_cache_bytes(c.num_layers, 1, block_size, c.num_kv_heads, c.head_dim))
+
+
+def _inverse_frequencies(model: PackedModel) -> Floats:
+    """Radians per position of each rotary pair, context extension included: as layers.rotary, in float32 steps."""
+    c = model.config
+    exponents = np.arange(0, c.head_dim, 2, dtype=np.float32) / np.float32(c.head_dim)
+    frequencies: Floats = (np.float32(1.0) / np.power(np.float32(c.rope_theta), exponents)).astype(np.float32)
+    if c.rope_divisors:
+        frequencies /= np.array(c.rope_divisors, dtype=np.float32)
+    return frequencies

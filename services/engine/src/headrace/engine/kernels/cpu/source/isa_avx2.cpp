@@ -1,0 +1,36 @@
+#include "kernels.h"
+
+#include <math.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__AVX2__) && defined(__FMA__)
+
+// clang-format off: linear.h and attention.h are written in terms of what comes before them
+#include "simd_avx2.h"
+#include "linear.h"
+#include "attention.h"
+// clang-format on
+
+namespace hr {
+
+const Kernels *avx2_kernels() {
+  static const Kernels kernels = {
+      "avx2",           avx2::prepare_row,           avx2::multiply, avx2::find_likeliest,
+      avx2::store_keys_and_values, avx2::attend,
+  };
+  __builtin_cpu_init();
+  const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return runs ? &kernels : nullptr;
+}
+
+}  // namespace hr
+
+#else
+
+namespace hr {
+
+const Kernels *avx2_kernels() { return nullptr; }
+
+}  // namespace hr
+
+#endif

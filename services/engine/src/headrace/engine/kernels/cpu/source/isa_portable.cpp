@@ -1,0 +1,22 @@
+#include "kernels.h"
+
+#include <math.h>
+#include <string.h>
+
+// clang-format off: linear.h and attention.h are written in terms of what comes before them
+#include "simd_portable.h"
+#include "linear.h"
+#include "attention.h"
+// clang-format on
+
+namespace hr {
+
+const Kernels *portable_kernels() {
+  static const Kernels kernels = {
+      "portable",           portable::prepare_row,           portable::multiply, portable::find_likeliest,
+      portable::store_keys_and_values, portable::attend,
+  };
+  return &kernels;
+}
+
+}  // namespace hr

@@ -1,0 +1,93 @@
+// What one instruction set offers to the rest: the same functions, compiled three times from the same text.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "headrace_cpu.h"
+
+namespace hr {
+
+constexpr int kPanel = 16;
+constexpr int kPage = 16;
+constexpr int kGroup = 64;  // inputs that share a scale: of 8-bit rows, and of HR_INT4
+constexpr int kMostHeadDim = 256;
+// Query rows (tokens times the heads that share a KV head) of one attention task; a task holds them rotated.
+constexpr int kQueryRows = 96;
+
+inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+inline int pad64(int columns) { return ceil_div(columns, 64) * 64; }
+
+inline size_t panel_bytes(int format, int depth) {
+  switch (format) {
+    case HR_BF16: return static_cast<size_t>(ceil_div(depth, 2)) * 64;
+    case HR_INT8: return static_cast<size_t>(ceil_div(depth, 4)) * 64;
+    case HR_INT4: return static_cast<size_t>(ceil_div(depth, kGroup)) * (kGroup / 8) * 64;
+    default: return static_cast<size_t>(depth) * 64;
+  }
+}
+
+inline size_t row_bytes(int format, int depth) {
+  return static_cast<size_t>(pad64(depth)) * (format == HR_BF16 ? 2 : format == HR_FLOAT ? 4 : 1);
+}
+
+// Activations in the form that a format multiplies: bf16, float, or signed bytes with one scale per group.
+struct Rows {
+  uint8_t *data;
+  size_t stride;        // bytes from row to row
+  float *scales;        // of bytes: [rows][groups]
+  int32_t *group_sums;  // of bytes: [rows][groups], the sum of each group's bytes
+  int groups;
+};
+
+enum class Finish { kStore, kAdd, kSiluMul };
+
+struct Output {
+  Finish finish;
+  float *data;  // kSiluMul: half as many columns as the matrix has
+  size_t stride;
+};
+
+// One layer's attention in one step.
+struct AttentionLayer {
+  const float *qkv;  // rows of query heads, key heads, value heads
+  size_t qkv_stride;
+  const float *head_norms;
+  float eps;
+  const float *cosines;  // [rows][head_dim / 2]
+  const float *sines;
+  int heads, kv_heads, head_dim, value_dim;  // value_dim: head_dim padded to 16
+  uint16_t *cache;
+  size_t page_size;  // elements of one page of one KV head
+  int pages_per_block;
+  int window;
+  float scale;
+  float *out;
+  size_t out_stride;
+};
+
+// The rows of one slice: `count` tokens from position `start` on, in rows from `first_row`.
+struct SliceRows {
+  int first_row, count, start;
+  const int32_t *table;
+};
+
+struct Kernels {
+  const char *name;
+  // One row of `depth` floats, multiplied by its inverse root mean square and by `norm` if that is given.
+  void (*prepare_row)(int format, const float *x, const float *norm, float eps, int depth, const Rows &out, int row);
+  // Rows first_row to last_row - 1 times panels first_panel to last_panel - 1, each the same whatever the limits.
+  void (*multiply)(const hr_linear &linear, const Rows &rows, int first_row, int last_row, int first_panel,
+                   int last_panel, const Output &out);
+  // Update the likeliest of `count` logits whose first is token `first`; a logit that is not finite sets *best to -1.
+  void (*find_likeliest)(const float *logits, int count, int first, float *best_value, int32_t *best);
+  void (*store_keys_and_values)(const AttentionLayer &layer, const SliceRows &slice, int kv_head);
+  // Attention of the slice's tokens first to last - 1, at most kQueryRows rows with the heads of the group.
+  void (*attend)(const AttentionLayer &layer, const SliceRows &slice, int kv_head, int first, int last);
+};
+
+const Kernels *avx512_kernels();  // null where they cannot be built or this machine cannot run them
+const Kernels *avx2_kernels();
+const Kernels *portable_kernels();
+
+}  // namespace hr

@@ -1,0 +1,108 @@
+// A decoder of the Llama lineage over packed weights and a paged KV cache; see hr_model_spec and hr_batch.
+#pragma once
+
+#include <stdlib.h>
+#include <string.h>
+
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace hr {
+
+// Memory aligned for the widest registers, zeroed, that only grows.
+template <typename T>
+class Buffer {
+ public:
+  // At least `count` elements; those from before are lost when it grows.
+  T *reserve(size_t count) {
+    if (count > count_) {
+      const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+      memory_.reset(static_cast<T *>(aligned_alloc(64, bytes)));
+      memset(memory_.get(), 0, bytes);
+      count_ = count;
+    }
+    return memory_.get();
+  }
+  T *get() const { return memory_.get(); }
+
+ private:
+  struct Free {
+    void operator()(T *memory) const { free(memory); }
+  };
+  std::unique_ptr<T, Free> memory_;
+  size_t count_ = 0;
+};
+
+// Activations of one step in the form that the weights multiply.
+class PreparedRows {
+ public:
+  Rows reserve(int format, int rows, int depth);
+
+ private:
+  Buffer<uint8_t> data_;
+  Buffer<float> scales_;
+  Buffer<int32_t> group_sums_;
+};
+
+// out(rows x columns) = rows times the matrix, as `out.finish` says.
+void multiply(Pool &pool, const Kernels &kernels, const hr_linear &linear, const Rows &rows, int count,
+              const Output &out);
+// Every row of x (stride `stride`) prepared for `format`.
+Rows prepare(Pool &pool, const Kernels &kernels, int format, PreparedRows &to, const float *x, size_t stride,
+             const float *norm, float eps, int depth, int count);
+
+// Cosines and sines of every row's position, [rows][head_dim / 2].
+struct Angles {
+  const float *cosines, *sines;
+};
+
+class AngleTable {
+ public:
+  Angles find(Pool &pool, const float *frequencies, int half, float factor, const hr_batch &batch);
+
+ private:
+  Buffer<float> cosines_, sines_;
+};
+
+// Store the keys and values of all slices, and attend to them.
+void attend(Pool &pool, const Kernels &kernels, const AttentionLayer &layer, const hr_batch &batch);
+
+class Model {
+ public:
+  Model(Pool &pool, const Kernels &kernels, const hr_model_spec &spec);
+
+  void step(const hr_batch &batch);
+  void logits(const int32_t *rows, int count, float *out);
+  void copy_block(int source, int target);
+
+ private:
+  void embed(const hr_batch &batch);
+  void embed_row(int32_t token, float *out) const;
+  void compute_layer(int index, const hr_batch &batch);
+  AttentionLayer attention_of(int index) const;
+  void gather(const int32_t *rows, int count);
+  void find_tokens(const hr_batch &batch);
+
+  Pool &pool_;
+  const Kernels &kernels_;
+  const hr_model_spec spec_;
+  const std::vector<hr_layer> layers_;
+  const int value_dim_;
+  const size_t page_size_, layer_size_;  // elements
+  const size_t hidden_stride_, qkv_stride_, heads_stride_, mlp_stride_;
+
+  Buffer<float> hidden_, qkv_, attended_, mlp_, gathered_;
+  AngleTable angle_table_;
+  Angles angles_{};
+  PreparedRows prepared_;
+  Buffer<float> chunk_best_values_;
+  Buffer<int32_t> chunk_best_;
+};
+
+// Elements of one page of one KV head: keys, and values padded to whole registers.
+inline size_t page_size(int head_dim) { return static_cast<size_t>(kPage) * (head_dim + ceil_div(head_dim, 16) * 16); }
+
+}  // namespace hr

@@ -1,0 +1,159 @@
+"""The backend on the native CPU kernels: packed weights, one call per step, no torch once the weights are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+from headrace.base.errors import StartError
+from headrace.engine.core.finish import Problem
+from headrace.engine.core.sampling_plan import SamplingPlan
+from headrace.engine.core.step import Computed, Logprobs, SequenceSlice
+from headrace.engine.kernels.cpu.library import Pool, Unavailable, chosen_isa, load_library
+from headrace.engine.kernels.cpu.model import HeadRow, NativeModel, block_bytes
+from headrace.engine.layers.rules import have_rules
+from headrace.engine.layers.sampler import LEAST_TEMPERATURE, NOT_NUMBERS, Sampler, prompt_logprobs
+from headrace.engine.packed.cache import NotNative, packed_model
+from headrace.engine.packed.file import PackedModel
+from headrace.engine.packed.layout import FORMATS
+from headrace.engine.worker.backend import TokenMask
+from headrace.engine.worker.config import WorkerConfig
+from headrace.engine.worker.cores import usable_cores
+
+__all__ = ["NativeBackend", "NotNative", "load_native_backend"]
+
+WARM_UP_TOKENS = 32
+# Rows of prompt logits at a time: 12 MB for a vocabulary of 49,152.
+PROMPT_ROWS = 64
+TORCH_PRECISIONS = ("float32", "bfloat16")
+SILENT = Computed()
+
+
+def load_native_backend(config: WorkerConfig) -> NativeBackend:
+    """The model that `config` names, on the native kernels; NotNative says why torch must run it.
+
+    StartError when the model cannot be loaded, its KV memory holds no block, or torch has no such precision either.
+    """
+    if config.precision not in FORMATS:
+        raise NotNative(f"precision {config.precision} is computed by the reference")
+    try:
+        library = load_library()
+        pool = Pool(library, usable_cores(), chosen_isa(library))
+        model = packed_model(Path(config.model), config.precision, config.block_size, pool)
+    except (Unavailable, NotNative) as reason:
+        if config.precision not in TORCH_PRECISIONS:
+            raise StartError(f"precision={config.precision} needs the native CPU kernels: {reason}") from reason
+        raise NotNative(f"the native CPU kernels cannot: {reason}") from reason
+    return NativeBackend(model, pool, config)
+
+
+class NativeBackend:
+    """See Backend."""
+
+    def __init__(self, model: PackedModel, pool: Pool, config: WorkerConfig) -> None:
+        per_block = block_bytes(model, pool, config.block_size)
+        self._num_blocks = config.kv_cache_memory_bytes // per_block
+        if self._num_blocks < 1:
+            raise StartError(
+                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} holds no block of {config.block_size} tokens:"
+                f" give at least {per_block}"
+            )
+        self.computes_on = f"native kernels, {model.precision}, {pool.isa.name.lower()}, {pool.threads} threads"
+        self._config = model.config
+        self._block_size = config.block_size
+        self._model = NativeModel(model, pool, block_size=config.block_size, num_blocks=self._num_blocks)
+        self._sampler = Sampler(model.config.eos_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """See Backend."""
+        return self._config.vocab_size
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """See Backend."""
+        return self._config.eos_ids
+
+    @property
+    def max_model_len(self) -> int:
+        """See Backend: the context the model was made for."""
+        return self._config.max_position
+
+    @property
+    def num_blocks(self) -> int:
+        """See Backend."""
+        return self._num_blocks
+
+    def warm_up(self) -> None:
+        """See Backend: a prefill and a sampled decode, which bring the weights into memory."""
+        room = min(WARM_UP_TOKENS + 1, self._num_blocks * self._block_size, self.max_model_len)
+        plan = SamplingPlan(max_tokens=1, temperature=1.0, top_k=2, top_p=0.5)
+        table = range(-(-room // self._block_size))
+        for start, count in ((0, max(1, room - 1)), (room - 1, 1)):
+            self.execute([
+                SequenceSlice(
+                    sequence_id=0, token_ids=[0] * count, start=start, block_table=table, samples=True, plan=plan
+                )
+            ], {})  # fmt: skip
+
+    def execute(self, slices: Sequence[SequenceSlice], masks: Mapping[int, TokenMask]) -> list[Computed]:
+        """See Backend. Results are the same to the bit across batches, chunks and thread counts."""
+        if not slices:
+            return []
+        ends = list(accumulate(len(piece.token_ids) for piece in slices))
+        greedy: list[int] = []  # of the slices that sample: those that need no logits
+        drawn: list[int] = []
+        wanted: list[HeadRow] = []
+        for index, piece in enumerate(slices):
+            if piece.samples:
+                simple = _only_likeliest(piece.plan) and piece.sequence_id not in masks
+                wanted.append(HeadRow(row=ends[index] - 1, logits=None if simple else len(drawn)))
+                (greedy if simple else drawn).append(index)
+        best, logits = self._model.step(slices, wanted)
+        results = [SILENT] * len(slices)
+        samplers = [index for index, piece in enumerate(slices) if piece.samples]
+        tokens = dict(zip(samplers, best.tolist(), strict=True))
+        for index in greedy:
+            token = tokens[index]
+            results[index] = Computed(token_id=token) if token >= 0 else Computed(problem=NOT_NUMBERS)
+        if drawn:
+            sampled = self._sampler.sample(logits, [slices[index] for index in drawn], masks)
+            for index, computed in zip(drawn, sampled, strict=True):
+                results[index] = computed
+        return [
+            self._with_prompt(piece, end - len(piece.token_ids), computed)
+            for piece, end, computed in zip(slices, ends, results, strict=True)
+        ]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See Backend."""
+        for source, target in pairs:  # in order: a block may be the source of one pair and the target of a later one
+            self._model.copy_block(source, target)
+
+    def _with_prompt(self, piece: SequenceSlice, first_row: int, computed: Computed) -> Computed:
+        """`computed` and the log-probabilities of the prompt tokens that follow the slice's, if its plan asks for them.
+
+        Logits are made a few rows at a time: those of 8,192 tokens would take 1.6 GB.
+        """
+        if piece.plan.prompt_logprobs is None or computed.problem is not None:
+            return computed
+        count = min(len(piece.token_ids), piece.prompt_length - 1 - piece.start)
+        following = piece.known_token_ids[piece.start + 1 : piece.start + 1 + max(0, count)]
+        found: list[Logprobs] = []
+        for first in range(0, count, PROMPT_ROWS):
+            rows = range(first_row + first, first_row + min(first + PROMPT_ROWS, count))
+            part = prompt_logprobs(
+                self._model.logits(rows), following[first : first + PROMPT_ROWS], piece.plan.prompt_logprobs
+            )
+            if isinstance(part, Problem):
+                return Computed(problem=part)
+            found += part
+        return replace(computed, prompt_logprobs=tuple(found))
+
+
+def _only_likeliest(plan: SamplingPlan) -> bool:
+    """Whether the plan's next token is the likeliest, whatever its logits are."""
+    greedy = plan.temperature < LEAST_TEMPERATURE or plan.top_k == 1
+    return greedy and plan.logprobs is None and not have_rules(plan)
