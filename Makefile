@@ -7,7 +7,7 @@ PACKAGES := libs/api libs/base libs/rpc libs/coord libs/observe libs/text libs/b
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help install protos lint types test unit integration e2e run up clean
+.PHONY: help install protos lint types test unit integration e2e bench run clean
 .DEFAULT_GOAL := help
 
 help:  ## show the targets
@@ -52,6 +52,11 @@ e2e: install  ## all real processes
 
 test: lint types  ## the whole suite: lint, types, unit, contract, integration, end to end
 	$(BIN)/pytest
+
+bench: install  ## the whole stack against Hugging Face generate, then the kernels (about ten quiet minutes)
+	$(BIN)/python tests/bench/stack.py --precision float32
+	$(BIN)/python tests/bench/stack.py --precision bfloat16
+	$(BIN)/python tests/bench/native.py
 
 run: install  ## start the local stack, stream one answer, show where the time went
 	@$(BIN)/headrace up --demo $(if $(ONCE),--once)
