@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from headrace.base.errors import StartError
 from headrace.engine.core.sampling_plan import SamplingPlan
 from headrace.engine.core.step import Computed, SequenceSlice
-from headrace.engine.kernels.cpu.library import LIBRARY_VARIABLE, Unavailable, load_library
+from headrace.engine.kernels.cpu.library import LIBRARY, LIBRARY_VARIABLE, Unavailable, load_library
 from headrace.engine.layers.sampler import NOT_NUMBERS
 from headrace.engine.models.loader import load_model, open_checkpoint
 from headrace.engine.models.weights import load_weights
@@ -336,7 +336,7 @@ def test_a_file_that_is_cut_off_is_damaged(tmp_path: Path) -> None:
 
 def test_engines_that_start_at_once_pack_once(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", MODELS["llama"])
-    key = cache._key(path, "bfloat16", tmp_path / "cache")
+    key = cache._key(path, "bfloat16", tmp_path / "cache", LIBRARY)
     lock = tmp_path / "cache" / "packed" / f"{key}.lock"
     lock.parent.mkdir(parents=True)
     started: list[NativeBackend] = []
@@ -368,3 +368,13 @@ def test_a_checkpoint_that_fails_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"no weight model\.layers\.3"):
         native(path)
     assert [file.suffix for file in (tmp_path / "cache" / "packed").iterdir()] == [".lock"]
+
+
+def test_packed_files_of_other_code_are_never_read(tmp_path: Path) -> None:
+    """A file of an older layout, read as one of the new, gives fluent nonsense instead of an error."""
+    ours = tmp_path / "ours.so"
+    ours.write_bytes(LIBRARY.read_bytes())
+    rebuilt = tmp_path / "rebuilt.so"
+    rebuilt.write_bytes(LIBRARY.read_bytes() + b"another build")
+    assert cache.code_digest(ours) == cache.code_digest(LIBRARY)
+    assert cache.code_digest(rebuilt) != cache.code_digest(LIBRARY)

@@ -9,7 +9,7 @@ from typing import Any
 from headrace.engine.kernels.cpu.library import MOST_GROUP, MOST_HEAD_DIM, PANEL, Format, padded
 from headrace.engine.models.config import ModelConfig
 
-# Part of every file's name: raise it when a layout, the packing or the meaning of a config changes.
+# Written into every file. Their names carry a digest of the code too, so this one is for a file read by hand.
 LAYOUT_VERSION = 1
 ALIGNMENT = 64
 
