@@ -7,7 +7,7 @@ PACKAGES := libs/api libs/base libs/rpc libs/coord libs/observe libs/text libs/b
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help install protos lint types test unit integration e2e bench run clean
+.PHONY: help install protos lint types test unit contract e2e bench run clean
 .DEFAULT_GOAL := help
 
 help:  ## show the targets
@@ -41,11 +41,11 @@ lint: install  ## format check, lint, import contracts, buf lint
 types: install  ## mypy --strict
 	$(BIN)/mypy $(addsuffix /src,$(filter-out libs/api,$(PACKAGES)))
 
-unit: install  ## the packages' own tests
+unit: install  ## the packages' own tests, with real etcd, Redis and worker processes where they touch them
 	$(BIN)/pytest libs services
 
-integration: install  ## across packages, real Redis protocol and etcd servers
-	$(BIN)/pytest tests/contract tests/integration
+contract: install  ## what packaging, layers and house style promise, checked on the tree
+	$(BIN)/pytest tests/contract
 
 e2e: install  ## all real processes
 	$(BIN)/pytest tests/e2e

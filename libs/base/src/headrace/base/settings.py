@@ -1,6 +1,6 @@
 """Settings: one frozen dataclass per process, read once from flags and environment.
 
-Our own sixty lines instead of pydantic-settings, because importing that costs each of the five processes
+Our own hundred lines instead of pydantic-settings, because importing that costs each of the five processes
 0.3 s of a start whose whole budget is 10 s on two cores.
 
 A field becomes the flag ``--kebab-name`` and the variable ``HEADRACE_<SERVICE>_<NAME>`` (or the one given as

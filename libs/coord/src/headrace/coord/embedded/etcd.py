@@ -9,25 +9,25 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from headrace.base.errors import StartError
 from headrace.coord.embedded.binary import find_binary
 from headrace.coord.embedded.child import Child, claimed_home, last_line
 from headrace.coord.embedded.port import HOST, free_port, usable_ports
+from headrace.coord.embedded.server import EmbeddedServer
 
 # etcd allocates two write-ahead log segments of 64 MB ahead of use, and without them dies in mid-start or later.
 _NEEDED_BYTES = 140 << 20
 
 
-class EmbeddedEtcd:
+class EmbeddedEtcd(EmbeddedServer):
     """A running single-member etcd whose data lives in `data_dir/etcd`; start again there to have it back."""
 
     def __init__(self, child: Child, *, data_dir: Path, port: int) -> None:
         self.data_dir = data_dir
         self.port = port
-        self._child = child
+        super().__init__(child)
 
     @classmethod
     def start(cls, data_dir: Path, port: int = 0, *, timeout_s: float = 10.0) -> Self:
@@ -46,32 +46,6 @@ class EmbeddedEtcd:
     def endpoint(self) -> str:
         """host:port for clients."""
         return f"{HOST}:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._child.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether the process is there."""
-        return self._child.exit_code is None
-
-    def stop(self, *, grace_s: float = 3.0) -> None:
-        """End it; returns when it is gone. Harmless when it already is."""
-        self._child.stop(grace_s=grace_s)
-
-    def kill(self) -> None:
-        """End it without warning, as a crash would; returns when it is gone."""
-        self._child.kill()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def _require_space(data_dir: Path) -> None:

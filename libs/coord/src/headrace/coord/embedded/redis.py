@@ -7,13 +7,13 @@ import re
 import secrets
 import socket
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from headrace.base.errors import StartError
 from headrace.coord.embedded.binary import find_binary
 from headrace.coord.embedded.child import Child, claimed_home
 from headrace.coord.embedded.port import HOST, is_taken, usable_ports
+from headrace.coord.embedded.server import EmbeddedServer
 
 # Observation only: it may be lost at any time and is rebuilt within a heartbeat, so nothing is written to disk.
 _CONFIG = """\
@@ -27,13 +27,13 @@ daemonize no
 """
 
 
-class EmbeddedRedis:
+class EmbeddedRedis(EmbeddedServer):
     """A running server with a random password and no persistence. `url` carries the password: do not log it."""
 
     def __init__(self, child: Child, *, data_dir: Path, port: int, password: str) -> None:
         self.data_dir = data_dir
         self.port = port
-        self._child = child
+        super().__init__(child)
         self._password = password
 
     @classmethod
@@ -57,32 +57,6 @@ class EmbeddedRedis:
     def url(self) -> str:
         """redis://:password@host:port/0"""
         return f"redis://:{self._password}@{HOST}:{self.port}/0"
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._child.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether the process is there."""
-        return self._child.exit_code is None
-
-    def stop(self, *, grace_s: float = 3.0) -> None:
-        """End it; returns when it is gone. Harmless when it already is."""
-        self._child.stop(grace_s=grace_s)
-
-    def kill(self) -> None:
-        """End it without warning, as a crash would; returns when it is gone."""
-        self._child.kill()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def _launch(binary: Path, data_dir: Path, port: int, timeout_s: float) -> tuple[Child, str]:

@@ -17,9 +17,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 from torch import Tensor
 
-from headrace.base.errors import StartError
 from headrace.engine.core.finish import Problem
-from headrace.engine.core.sampling_plan import SamplingPlan
 from headrace.engine.core.step import Computed, Logprobs, SequenceSlice
 from headrace.engine.layers.sampler import Sampler, prompt_logprobs
 from headrace.engine.models.decoder import Decoder
@@ -27,9 +25,8 @@ from headrace.engine.models.loader import load_model
 from headrace.engine.worker.backend import Backend, TokenMask
 from headrace.engine.worker.config import WorkerConfig
 from headrace.engine.worker.cores import usable_cores
+from headrace.engine.worker.first_step import blocks_within, warm_up
 
-# Enough rows for the many-row products, few enough to stay near 0.1 s on two cores.
-WARM_UP_TOKENS = 32
 # Rows of prompt logits at a time: 12 MB for a vocabulary of 49,152.
 PROMPT_ROWS = 64
 SILENT = Computed()
@@ -58,12 +55,7 @@ class ModelBackend:
         self._model = model
         self._sampler = Sampler(model.config.eos_ids)
         self._block_size = config.block_size
-        self._num_blocks = config.kv_cache_memory_bytes // block_bytes(model, config.block_size)
-        if self._num_blocks < 1:
-            raise StartError(
-                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} holds no block of {config.block_size} tokens:"
-                f" give at least {block_bytes(model, config.block_size)}"
-            )
+        self._num_blocks = blocks_within(config, block_bytes(model, config.block_size))
         self._cache = model.new_cache(self._num_blocks * config.block_size)
 
     @property
@@ -88,15 +80,7 @@ class ModelBackend:
 
     def warm_up(self) -> None:
         """See Backend: a prefill, then a sampled decode, in block 0 and those after it."""
-        room = min(WARM_UP_TOKENS + 1, self._num_blocks * self._block_size, self.max_model_len)
-        plan = SamplingPlan(max_tokens=1, temperature=1.0, top_k=2, top_p=0.5)
-        table = range(-(-room // self._block_size))
-        for start, count in ((0, max(1, room - 1)), (room - 1, 1)):
-            self.execute([
-                SequenceSlice(
-                    sequence_id=0, token_ids=[0] * count, start=start, block_table=table, samples=True, plan=plan
-                )
-            ], {})  # fmt: skip
+        warm_up(self, self._block_size)
 
     def execute(self, slices: Sequence[SequenceSlice], masks: Mapping[int, TokenMask]) -> list[Computed]:
         """See Backend. Results agree across batches and chunks up to float noise: a near-tie may fall either way."""

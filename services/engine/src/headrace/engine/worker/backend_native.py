@@ -21,10 +21,10 @@ from headrace.engine.packed.layout import FORMATS
 from headrace.engine.worker.backend import TokenMask
 from headrace.engine.worker.config import WorkerConfig
 from headrace.engine.worker.cores import usable_cores
+from headrace.engine.worker.first_step import blocks_within, warm_up
 
 __all__ = ["NativeBackend", "NotNative", "load_native_backend"]
 
-WARM_UP_TOKENS = 32
 # Rows of prompt logits at a time: 12 MB for a vocabulary of 49,152.
 PROMPT_ROWS = 64
 TORCH_PRECISIONS = ("float32", "bfloat16")
@@ -53,13 +53,7 @@ class NativeBackend:
     """See Backend."""
 
     def __init__(self, model: PackedModel, pool: Pool, config: WorkerConfig) -> None:
-        per_block = block_bytes(model, pool, config.block_size)
-        self._num_blocks = config.kv_cache_memory_bytes // per_block
-        if self._num_blocks < 1:
-            raise StartError(
-                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} holds no block of {config.block_size} tokens:"
-                f" give at least {per_block}"
-            )
+        self._num_blocks = blocks_within(config, block_bytes(model, pool, config.block_size))
         self.computes_on = f"native kernels, {model.precision}, {pool.isa.name.lower()}, {pool.threads} threads"
         self._config = model.config
         self._block_size = config.block_size
@@ -88,15 +82,7 @@ class NativeBackend:
 
     def warm_up(self) -> None:
         """See Backend: a prefill and a sampled decode, which bring the weights into memory."""
-        room = min(WARM_UP_TOKENS + 1, self._num_blocks * self._block_size, self.max_model_len)
-        plan = SamplingPlan(max_tokens=1, temperature=1.0, top_k=2, top_p=0.5)
-        table = range(-(-room // self._block_size))
-        for start, count in ((0, max(1, room - 1)), (room - 1, 1)):
-            self.execute([
-                SequenceSlice(
-                    sequence_id=0, token_ids=[0] * count, start=start, block_table=table, samples=True, plan=plan
-                )
-            ], {})  # fmt: skip
+        warm_up(self, self._block_size)
 
     def execute(self, slices: Sequence[SequenceSlice], masks: Mapping[int, TokenMask]) -> list[Computed]:
         """See Backend. Results are the same to the bit across batches, chunks and thread counts."""
