@@ -146,8 +146,8 @@ def _key(path: Path, precision: str, folder: Path, library: Path) -> str:
 def code_digest(library: Path) -> str:
     """Of the code that packs and reads: the compiled library, and the modules that lay out and name what it packs.
 
-    A number that people have to raise is forgotten one day, and then a file of the old layout is read as one of the new:
-    fluent nonsense instead of an error. Hashing half a megabyte takes half a millisecond.
+    A number that people have to raise is forgotten one day, and then a file of the old layout is read as one of the
+    new: fluent nonsense instead of an error. Hashing half a megabyte takes half a millisecond.
     """
     here = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=16)
