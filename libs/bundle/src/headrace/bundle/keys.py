@@ -6,6 +6,8 @@ ROOT = "/headrace/v1/"
 BUNDLES = ROOT + "bundles/"
 DEPLOYMENTS = ROOT + "deployments/"
 API_KEYS = ROOT + "keys/"
+TENANTS = ROOT + "tenants/"
+ISSUERS = ROOT + "issuers/"
 LEADERS = ROOT + "leader/"
 
 
@@ -22,6 +24,16 @@ def deployment_key(name: str) -> str:
 def api_key_key(key_hash: str) -> str:
     """The key of an API key's record; `key_hash` is from `intent.hash_api_key`."""
     return API_KEYS + key_hash
+
+
+def tenant_key(name: str) -> str:
+    """The key of the tenant of this name."""
+    return TENANTS + name
+
+
+def issuer_key(name: str) -> str:
+    """The key of the token issuer of this name."""
+    return ISSUERS + name
 
 
 def leader_key(role: str) -> str:
