@@ -86,7 +86,7 @@ def connect():
 
 
 class Client:
-    """The three calls of the service, with a deadline each."""
+    """The calls of the service, with a deadline each."""
 
     def __init__(self, peer):
         self.peer = peer
@@ -117,3 +117,17 @@ class Client:
             self._traces.ListTraces, pb.ListTracesRequest(limit=limit), deadline=Deadline.after(10)
         )
         return list(answer.traces)
+
+    async def record_usage(self, request_ids):
+        """Send a record for each; returns how many were new."""
+        records = [
+            pb.UsageRecord(request_id=name, tenant="acme", admitted_unix_ns=1, ended_unix_ns=2) for name in request_ids
+        ]
+        request = pb.RecordUsageRequest(records=records)
+        answer = await self.peer.unary(self._traces.RecordUsage, request, deadline=Deadline.after(10))
+        return answer.new_records
+
+    async def requests(self):
+        """How many requests have a record."""
+        answer = await self.peer.unary(self._traces.QueryUsage, pb.QueryUsageRequest(), deadline=Deadline.after(10))
+        return sum(line.requests for line in answer.sums)

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from headrace.base.errors import Unavailable
 from headrace.observe.export import ExportSettings
 from headrace.observe.tracing import Tracing, record_span
 
@@ -187,3 +188,29 @@ async def test_without_a_data_folder_it_says_what_is_missing(eventually):
     )
     assert done.returncode == 1
     assert "--data-dir (or HEADRACE_TELEMETRY_DATA_DIR) is required" in done.stderr
+
+
+async def test_usage_that_was_acknowledged_survives_kill_9_right_after(start, connect, eventually):
+    first = start()
+    async with connect(await first.address(eventually)) as client:
+        for batch in range(10):
+            await client.record_usage(f"r{batch}-{number}" for number in range(100))
+        first.popen.kill()
+    await first.ended(eventually)
+    second = start()
+    async with connect(await second.address(eventually)) as client:
+        assert await client.record_usage(["r9-99"]) == 0
+        assert await client.requests() == 1000
+
+
+async def test_no_space_for_usage_is_told_to_its_sender_and_costs_nothing(start, connect, eventually):
+    process = start()
+    async with connect(await process.address(eventually)) as client:
+        assert await client.record_usage(["before"]) == 1
+        resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE, (8192, UNLIMITED))
+        with pytest.raises(Unavailable):
+            await client.record_usage(f"r{number}" for number in range(1000))
+        resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE, (UNLIMITED, UNLIMITED))
+        assert await client.record_usage(f"r{number}" for number in range(1000)) == 1000
+        assert await client.requests() == 1001
+        await eventually(lambda: "ledger_write_recovered" in process.events)

@@ -13,6 +13,8 @@ from headrace.api.telemetry.v1.telemetry_service_pb2_grpc import add_TelemetrySe
 from headrace.observe.log import get_logger
 from headrace.observe.metrics import start_metrics_server
 from headrace.rpc.server import Server, ServerSettings
+from headrace.telemetry.ledger import LedgerStore
+from headrace.telemetry.ledger_writer import LedgerWriter
 from headrace.telemetry.servicer import TelemetryServicer, TraceIntake
 from headrace.telemetry.settings import TelemetrySettings
 from headrace.telemetry.store import SpanStore
@@ -35,6 +37,7 @@ class TelemetryApp:
         self.address = ""
         self._store: SpanStore | None = None
         self.writer: SpanWriter | None = None
+        self._ledger: LedgerWriter | None = None
         self._server: Server | None = None
         # As many as the database uses cores for one query.
         self._readers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="trace-reader")
@@ -47,12 +50,19 @@ class TelemetryApp:
         # Reading back a log after a crash takes time; a signal meanwhile must still be heard.
         self._store = await asyncio.to_thread(SpanStore.open, settings.data_dir, memory_mb=settings.memory_mb)
         self.writer = SpanWriter(self._store, _writer_settings(settings))
+        ledger = await asyncio.to_thread(LedgerStore, self._store.database)
+        self._ledger = LedgerWriter(
+            ledger,
+            usage_s=settings.usage_retention_days * 86_400,
+            audit_s=settings.audit_retention_days * 86_400,
+            trim_period_s=settings.retention_period_s,
+        )
         server = Server(
             ServerSettings(address=settings.address, grace_s=settings.drain_s, most_calls=_MOST_CALLS),
             service_name="telemetry",
         )
         server.add(add_TraceServiceServicer_to_server, TraceIntake(self.writer), OTLP_NAME)
-        servicer = TelemetryServicer(self._store, self._readers)
+        servicer = TelemetryServicer(self._store, self._ledger, self._readers)
         server.add(add_TelemetryServiceServicer_to_server, servicer, FULL_NAME)
         self.address = await server.start()
         self._server = server
@@ -60,10 +70,19 @@ class TelemetryApp:
         await server.set_serving(True)
 
     async def run(self) -> None:
-        """Raise when the writer ends: without it nothing is kept."""
-        if self.writer is None:
+        """Raise when a writer ends: without it nothing is kept."""
+        if self.writer is None or self._ledger is None:
             raise RuntimeError("run before start")
-        await asyncio.wrap_future(self.writer.ended)
+        spans = asyncio.wrap_future(self.writer.ended)
+        ledger = asyncio.ensure_future(self._ledger.run())
+        try:
+            done, _ = await asyncio.wait({spans, ledger}, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                await ended
+        finally:
+            spans.cancel()
+            ledger.cancel()
+            await asyncio.wait({spans, ledger})
 
     async def drain(self) -> None:
         """Finish calls, write what waits, close the database; harmless after a start that failed."""
@@ -72,6 +91,8 @@ class TelemetryApp:
         self._readers.shutdown(wait=False, cancel_futures=True)
         if self.writer:
             await asyncio.to_thread(self.writer.close, self._settings.drain_s)
+        if self._ledger:
+            await asyncio.to_thread(self._ledger.close)
         if self._store:
             await asyncio.to_thread(self._store.close)
 

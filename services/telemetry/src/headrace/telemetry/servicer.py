@@ -1,9 +1,10 @@
-"""The two services of this process: spans in (OTLP), traces out."""
+"""The two services of this process: spans in (OTLP); traces out, usage and audit in and out."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TypeVar
@@ -21,6 +22,8 @@ from headrace.base.errors import InvalidRequest, NotFound
 from headrace.observe.metrics import counter
 from headrace.rpc.ids import is_request_id
 from headrace.telemetry.core.span import Span, Summary, in_order, summarise
+from headrace.telemetry.facts_wire import audit_message, read_audit, read_usage, sum_message, usage_message
+from headrace.telemetry.ledger_writer import LedgerWriter
 from headrace.telemetry.otlp import Malformed, read_spans
 from headrace.telemetry.store import SpanStore
 from headrace.telemetry.writer import DROPPED, SpanWriter
@@ -29,6 +32,8 @@ RECEIVED = counter("headrace_telemetry_spans_received_total", "Spans that arrive
 
 DEFAULT_TRACES = 20
 MOST_TRACES = 1000
+DEFAULT_AUDIT = 100
+MOST_LISTED = 1000
 
 # Decoding costs 18 µs a span (measured), and one message can hold tens of thousands.
 _DECODED_AT_ONCE = 256
@@ -65,10 +70,11 @@ class TraceIntake(TraceServiceServicer):
 
 
 class TelemetryServicer(TelemetryServiceServicer):
-    """Traces by id, and the newest ones; queries run on `executor`, never on the event loop."""
+    """Traces, usage and audit; queries run on `executor`, writes on the ledger's thread, nothing on the event loop."""
 
-    def __init__(self, store: SpanStore, executor: Executor) -> None:
+    def __init__(self, store: SpanStore, ledger: LedgerWriter, executor: Executor) -> None:
         self._store = store
+        self._ledger = ledger
         self._executor = executor
 
     async def GetTrace(
@@ -92,6 +98,54 @@ class TelemetryServicer(TelemetryServiceServicer):
         summaries = await self._query(lambda: summarise(self._store.newest(limit)))
         return pb.ListTracesResponse(traces=[_summary_message(summary) for summary in summaries])
 
+    async def RecordUsage(
+        self, request: pb.RecordUsageRequest, context: ServicerContext[pb.RecordUsageRequest, pb.RecordUsageResponse]
+    ) -> pb.RecordUsageResponse:
+        """Answers when the records are on disk; one that is known already is not new, and no error."""
+        records = read_usage(request)
+        new = await self._ledger.write("usage", len(records), lambda: self._ledger.store.add_usage(records))
+        return pb.RecordUsageResponse(new_records=new)
+
+    async def QueryUsage(
+        self, request: pb.QueryUsageRequest, context: ServicerContext[pb.QueryUsageRequest, pb.QueryUsageResponse]
+    ) -> pb.QueryUsageResponse:
+        """Sums and the newest records of what ended in a span of time, or what is known of one request."""
+        store, tenant = self._ledger.store, request.tenant
+        if request.records > MOST_LISTED:
+            raise InvalidRequest("records", f"{request.records} is more than {MOST_LISTED}")
+        if request.request_id:
+            _check_request_id(request.request_id)
+            found = await self._query(lambda: store.usage_of(tenant, request.request_id))
+            return pb.QueryUsageResponse(records=[usage_message(record) for record in found])
+        since, until = request.since_unix_ns, request.until_unix_ns or time.time_ns()
+        if max(since, until) >= 2**63:
+            raise InvalidRequest("since_unix_ns" if since >= 2**63 else "until_unix_ns", "is beyond the year 2262")
+        sums = await self._query(lambda: store.sums(tenant, since, until))
+        listed = await self._query(lambda: store.newest_usage(tenant, since, until, request.records))
+        return pb.QueryUsageResponse(
+            sums=[sum_message(line) for line in sums], records=[usage_message(record) for record in listed]
+        )
+
+    async def RecordAudit(
+        self, request: pb.RecordAuditRequest, context: ServicerContext[pb.RecordAuditRequest, pb.RecordAuditResponse]
+    ) -> pb.RecordAuditResponse:
+        """Answers when the events are on disk; one that is known already is not new, and no error."""
+        events = read_audit(request)
+        new = await self._ledger.write("audit", len(events), lambda: self._ledger.store.add_audit(events))
+        return pb.RecordAuditResponse(new_events=new)
+
+    async def ListAudit(
+        self, request: pb.ListAuditRequest, context: ServicerContext[pb.ListAuditRequest, pb.ListAuditResponse]
+    ) -> pb.ListAuditResponse:
+        """The newest events, newest first."""
+        limit = request.limit or DEFAULT_AUDIT
+        if limit > MOST_LISTED:
+            raise InvalidRequest("limit", f"{limit} is more than {MOST_LISTED}")
+        if request.request_id:
+            _check_request_id(request.request_id)
+        events = await self._query(lambda: self._ledger.store.newest_audit(request.tenant, request.request_id, limit))
+        return pb.ListAuditResponse(events=[audit_message(event) for event in events])
+
     def _finder(self, request: pb.GetTraceRequest) -> Callable[[], list[Span]]:
         """The query for the request's key; InvalidRequest when it is missing or cannot be one."""
         key = request.WhichOneof("key")
@@ -103,12 +157,16 @@ class TelemetryServicer(TelemetryServiceServicer):
                 raise InvalidRequest("trace_id", "must be 32 hex digits, not all zero")
             return lambda: self._store.trace(trace_id)
         request_id = request.request_id
-        if not is_request_id(request_id):
-            raise InvalidRequest("request_id", "must be 1 to 64 letters, digits or any of _ . : -")
+        _check_request_id(request_id)
         return lambda: self._store.trace_of_request(request_id)
 
     async def _query(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+def _check_request_id(request_id: str) -> None:
+    if not is_request_id(request_id):
+        raise InvalidRequest("request_id", "must be 1 to 64 letters, digits or any of _ . : -")
 
 
 def _export_answer(malformed: list[Malformed], refused: int) -> ExportTraceServiceResponse:

@@ -1,25 +1,20 @@
-"""Spans in one DuckDB file."""
+"""Spans in the database."""
 
 from __future__ import annotations
 
 import json
-import re
-import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import duckdb
-
-from headrace.base.errors import StartError
 from headrace.telemetry.core.span import Span, Status
+from headrace.telemetry.database import FILE_NAME, Database
 
-FILE_NAME = "telemetry.duckdb"
+__all__ = ["FILE_NAME", "MOST_SPANS_PER_TRACE", "SpanStore"]
+
 MOST_SPANS_PER_TRACE = 10_000
 """More would not fit one answer (16 MiB); the earliest are shown."""
 
-_SCHEMA_VERSION = 1
 # `seq` orders by arrival, which is also how retention deletes. No index: among a million spans (140 MB) one
 # trace is found by scanning in 30 ms and the newest are listed in 120 (measured, 2 cores); it would cost every write.
 _SCHEMA = """
@@ -27,7 +22,6 @@ CREATE TABLE IF NOT EXISTS spans (
     seq BIGINT, received_ns BIGINT, trace_id VARCHAR, span_id VARCHAR, parent_span_id VARCHAR, request_id VARCHAR,
     service VARCHAR, name VARCHAR, start_ns BIGINT, end_ns BIGINT, status VARCHAR, attributes VARCHAR
 );
-CREATE TABLE IF NOT EXISTS starts (schema_version INTEGER, started_ns BIGINT);
 """
 _TYPES = ["BIGINT"] * 2 + ["VARCHAR"] * 6 + ["BIGINT"] * 2 + ["VARCHAR"] * 2
 # Columns as list parameters: 6 to 20 µs a span, where executemany takes 780 (measured).
@@ -43,45 +37,21 @@ _TRIM = "DELETE FROM spans WHERE seq <= ? OR received_ns < ?"
 
 
 class SpanStore:
-    """The database; `append` and `trim` belong to one writer, the reading methods to any thread.
+    """The table of spans; `append` and `trim` belong to one writer, the reading methods to any thread.
 
-    A committed batch survives kill -9 (it is in the write-ahead log, synced). Methods raise `duckdb.Error`.
+    A committed batch survives kill -9. Methods raise `duckdb.Error`.
     """
 
-    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
-        self._connection = connection
-        self._reader = threading.local()
-        self._cursors: list[duckdb.DuckDBPyConnection] = []
-        row = connection.execute("SELECT coalesce(max(seq), 0) FROM spans").fetchone()
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        database.create(_SCHEMA)
+        row = database.connection.execute("SELECT coalesce(max(seq), 0) FROM spans").fetchone()
         self._seq: int = row[0] if row else 0
 
     @classmethod
     def open(cls, data_dir: str, *, memory_mb: int = 256) -> SpanStore:
-        """Open or create the file in `data_dir`; StartError says which of locked, unwritable, full or foreign it is."""
-        folder = Path(data_dir)
-        path = folder / FILE_NAME
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StartError(
-                f"cannot make the data folder {folder}: {error.strerror}; choose another --data-dir"
-            ) from None
-        # Extensions are never fetched: this process talks to nobody but its clients.
-        config = {
-            "threads": "2",
-            "memory_limit": f"{memory_mb}MB",
-            "autoinstall_known_extensions": "false",
-            "autoload_known_extensions": "false",
-        }
-        connection: duckdb.DuckDBPyConnection | None = None
-        try:
-            connection = duckdb.connect(str(path), config=config)  # type: ignore[arg-type]
-            _prepare(connection, path)
-            return cls(connection)
-        except duckdb.Error as error:
-            if connection is not None:
-                connection.close()
-            raise _start_error(path, error) from None
+        """Open or create the file in `data_dir`; StartError as for `Database.open`."""
+        return cls(Database.open(data_dir, memory_mb=memory_mb))
 
     def append(self, spans: Sequence[Span]) -> None:
         """Write one batch in one transaction; it is on disk when this returns."""
@@ -100,71 +70,37 @@ class SpanStore:
             [span.status.value for span in spans],
             [json.dumps(dict(span.attributes)) for span in spans],
         ]
-        self._connection.execute(_INSERT, columns)
+        with self.database.writing:
+            self.database.connection.execute(_INSERT, columns)
         self._seq += len(spans)
 
     def trim(self, *, keep_spans: int, keep_s: float) -> int:
         """Delete all but the newest `keep_spans` and what arrived over `keep_s` seconds ago; returns how many went."""
         oldest_ns = time.time_ns() - int(keep_s * 1e9)
-        row = self._connection.execute(_TRIM, [self._seq - keep_spans, oldest_ns]).fetchone()
-        deleted = int(row[0]) if row else 0
-        if deleted:
-            # Deleted space is used again only after a checkpoint: 30 ms to 1 s for a million spans (measured).
-            self._connection.execute("CHECKPOINT")
+        with self.database.writing:
+            row = self.database.connection.execute(_TRIM, [self._seq - keep_spans, oldest_ns]).fetchone()
+            deleted = int(row[0]) if row else 0
+            if deleted:
+                # Deleted space is used again only after a checkpoint: 30 ms to 1 s for a million spans (measured).
+                self.database.connection.execute("CHECKPOINT")
         return deleted
 
     def trace(self, trace_id: str) -> list[Span]:
         """The spans of a trace, duplicates included; empty when none has arrived."""
-        return [_span(row) for row in self._read(_TRACE, trace_id)]
+        return [_span(row) for row in self.database.read(_TRACE, trace_id)]
 
     def trace_of_request(self, request_id: str) -> list[Span]:
         """The spans of the trace that last named this request; empty when none has."""
-        rows = self._read(_BY_REQUEST, request_id)
+        rows = self.database.read(_BY_REQUEST, request_id)
         return self.trace(rows[0][0]) if rows else []
 
     def newest(self, limit: int) -> list[Span]:
         """All spans of the `limit` traces that started last, without attributes."""
-        return [_span(row) for row in self._read(_NEWEST, limit)]
+        return [_span(row) for row in self.database.read(_NEWEST, limit)]
 
     def close(self) -> None:
-        """Fold the log into the file and let go of it; queries that still run are broken off."""
-        for cursor in self._cursors:
-            cursor.interrupt()
-            cursor.close()
-        self._connection.close()
-
-    def _read(self, query: str, *parameters: object) -> list[Any]:
-        # A connection runs one statement at a time; each reading thread has its own, over the same database.
-        if not hasattr(self._reader, "cursor"):
-            self._reader.cursor = self._connection.cursor()
-            self._cursors.append(self._reader.cursor)
-        rows: list[Any] = self._reader.cursor.execute(query, parameters).fetchall()
-        return rows
-
-
-def _prepare(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
-    """Create the tables, refuse another version's, and prove by a write that the disk takes one."""
-    connection.execute(_SCHEMA)
-    newest = connection.execute("SELECT coalesce(max(schema_version), 0) FROM starts").fetchone()
-    if newest and newest[0] > _SCHEMA_VERSION:
-        connection.close()
-        raise StartError(
-            f"{path} was written by a newer version (schema {newest[0]}, this one knows {_SCHEMA_VERSION}); "
-            "run that version, or choose another --data-dir"
-        )
-    connection.execute("INSERT INTO starts VALUES (?, ?)", [_SCHEMA_VERSION, time.time_ns()])
-    connection.execute("CHECKPOINT")
-
-
-def _start_error(path: Path, error: duckdb.Error) -> StartError:
-    text = str(error).splitlines()[0]
-    if "Could not set lock" in text:
-        holder = re.search(r"\(PID (\d+)\)", text)
-        who = f"process {holder[1]}" if holder else "another process"
-        return StartError(f"{path} is in use by {who}; stop that one, or choose another --data-dir")
-    return StartError(
-        f"cannot open {path}: {text}; the folder must be writable with free space, or choose another --data-dir"
-    )
+        """Close the database."""
+        self.database.close()
 
 
 def _span(row: Sequence[Any]) -> Span:
