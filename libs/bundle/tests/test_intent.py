@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.api.control.v1.intent_pb2 import ApiKey, Bundle, Deployment
+from headrace.api.control.v1.intent_pb2 import ApiKey, Bundle, Deployment, Issuer, Limits, Tenant
 from headrace.base.errors import InvalidRequest
 from headrace.bundle.intent import decode, default_sampling, encode, hash_api_key, new_api_key, validate_deployment
 
@@ -27,11 +27,38 @@ BUNDLE = Bundle(
 DEPLOYMENT = Deployment(
     name="smollm2-135m", bundle_digest=DIGEST, replicas=2, backend="model", engine_settings={"max_num_seqs": "8"}
 )
-API_KEY = ApiKey(tenant="acme", name="laptop", created_at="2026-01-02T03:04:05Z", deployments=["smollm2-135m"])
+API_KEY = ApiKey(
+    tenant="acme",
+    name="laptop",
+    created_at="2026-01-02T03:04:05Z",
+    deployments=["smollm2-135m"],
+    roles=["user", "operator"],
+    priority="interactive",
+    adapters=[DIGEST],
+    expires_at="2027-01-02T03:04:05+00:00",
+)
+TENANT = Tenant(
+    name="acme",
+    limits=Limits(requests_per_minute=0, tokens_per_day=5),
+    weight=0.5,
+    max_output_tokens=9,
+    denied_patterns=["(?i)secret"],
+)
+ISSUER = Issuer(
+    name="sso",
+    issuer="https://login.example",
+    audiences=["headrace"],
+    jwks="https://login.example/jwks",
+    tenant_claim="org",
+    roles_claim="scope",
+    priority="batch",
+    deployments=["smollm2-135m"],
+    tenants=["acme"],
+)
 
 
-@pytest.mark.parametrize("intent", [BUNDLE, DEPLOYMENT, API_KEY])
-def test_what_is_written_is_read_back_as_readable_json(intent: Bundle | Deployment | ApiKey) -> None:
+@pytest.mark.parametrize("intent", [BUNDLE, DEPLOYMENT, API_KEY, TENANT, ISSUER])
+def test_what_is_written_is_read_back_as_readable_json(intent: Bundle | Deployment | ApiKey | Tenant | Issuer) -> None:
     value = encode(intent)
     assert decode(type(intent), value) == intent
     assert set(json.loads(value)) == {field.name for field, _ in intent.ListFields()}
@@ -96,7 +123,12 @@ def test_a_bundle_that_cannot_be_served_names_its_field(change: dict[str, object
         ({"tenant": ""}, "tenant"),
         ({"tenant": "a b"}, "tenant"),
         ({"created_at": "yesterday"}, "created_at"),
+        ({"created_at": "2026-13-02T03:04:05Z"}, "created_at"),
         ({"deployments": ["ok", "Not/Ok"]}, "deployments[1]"),
+        ({"roles": ["user", "root"]}, "roles[1]"),
+        ({"priority": "urgent"}, "priority"),
+        ({"adapters": ["xyz"]}, "adapters[0]"),
+        ({"expires_at": "never"}, "expires_at"),
     ],
 )
 def test_an_api_key_that_cannot_be_used_names_its_field(change: dict[str, object], field: str) -> None:
@@ -104,6 +136,63 @@ def test_an_api_key_that_cannot_be_used_names_its_field(change: dict[str, object
     with pytest.raises(InvalidRequest) as caught:
         decode(ApiKey, json.dumps(good | change).encode())
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"name": "a/b"}, "name"),
+        ({"weight": 0}, "weight"),
+        ({"weight": -1}, "weight"),
+        ({"weight": "NaN"}, "weight"),
+        ({"weight": "Infinity"}, "weight"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"denied_patterns": ["ok", "("]}, "denied_patterns[1]"),
+        ({"denied_patterns": [""]}, "denied_patterns[0]"),
+        ({"denied_patterns": ["x" * 1001]}, "denied_patterns[0]"),
+        ({"denied_patterns": ["x"] * 101}, "denied_patterns"),
+        ({"limits": {"tokens_per_day": -1}}, "limits"),
+    ],
+)
+def test_a_tenant_that_cannot_be_acted_upon_names_its_field(change: dict[str, object], field: str) -> None:
+    good = json.loads(encode(TENANT))
+    with pytest.raises(InvalidRequest) as caught:
+        decode(Tenant, json.dumps(good | change).encode())
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"name": "A"}, "name"),
+        ({"issuer": ""}, "issuer"),
+        ({"audiences": []}, "audiences"),
+        ({"audiences": [""]}, "audiences[0]"),
+        ({"jwks": ""}, "jwks"),
+        ({"jwks": "http://login.example/jwks"}, "jwks"),
+        ({"jwks": "http://127.0.0.1@login.example/jwks"}, "jwks"),
+        ({"jwks": "http://localhost.example/jwks"}, "jwks"),
+        ({"jwks": "relative/jwks.json"}, "jwks"),
+        ({"roles_claim": "x" * 101}, "roles_claim"),
+        ({"priority": "urgent"}, "priority"),
+        ({"tenants": ["ok", "a/b"]}, "tenants[1]"),
+    ],
+)
+def test_an_issuer_that_cannot_be_trusted_names_its_field(change: dict[str, object], field: str) -> None:
+    good = json.loads(encode(ISSUER))
+    with pytest.raises(InvalidRequest) as caught:
+        decode(Issuer, json.dumps(good | change).encode())
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "jwks", ["/etc/headrace/jwks.json", "http://127.0.0.1:8080/jwks", "http://[::1]/", "https://a"]
+)
+def test_keys_may_come_from_a_file_this_machine_or_over_https(jwks: str) -> None:
+    issuer = Issuer()
+    issuer.CopyFrom(ISSUER)
+    issuer.jwks = jwks
+    assert decode(Issuer, encode(issuer)) == issuer
 
 
 def test_what_no_reader_would_accept_is_not_written() -> None:
@@ -119,7 +208,7 @@ def test_a_newer_writers_field_does_not_break_an_older_reader() -> None:
 
 @given(st.one_of(st.binary(max_size=60), st.text(alphabet='{}[]":,0name', max_size=40).map(str.encode)))
 def test_garbage_is_refused_and_never_raises_anything_else(value: bytes) -> None:
-    for kind in (Bundle, Deployment, ApiKey):
+    for kind in (Bundle, Deployment, ApiKey, Tenant, Issuer):
         with pytest.raises(InvalidRequest):
             decode(kind, value)
 

@@ -8,18 +8,16 @@ from pathlib import Path
 import pytest
 
 from headrace.api.control.v1 import intent_pb2
-from headrace.base.errors import InvalidRequest, NotFound, StartError
+from headrace.base.errors import InvalidRequest, StartError
 from headrace.bundle import intent, keys
 from headrace.bundle.bundle import describe, digest
 from headrace.bundle.shipped import shipped_model_path
 from headrace.cli.intent import (
     Wanted,
     apply,
-    create_key,
     etcd_client,
     kept_key,
     other_deployments,
-    revoke_key,
     setup,
 )
 from headrace.coord.embedded import EmbeddedEtcd
@@ -143,17 +141,13 @@ async def test_a_kept_key_is_valid_again_in_an_empty_etcd(etcd: EtcdClient, tmp_
     assert await etcd.get(keys.api_key_key(intent.hash_api_key(key))) is not None
 
 
-async def test_a_key_is_shown_once_stored_as_a_hash_and_can_be_revoked(
-    etcd: EtcdClient, server: EmbeddedEtcd, capsys: pytest.CaptureFixture[str]
-) -> None:
-    await create_key([server.endpoint], "acme", "laptop", ["m"])
-    key = capsys.readouterr().out.strip()
-    entries = (await etcd.range(keys.API_KEYS)).entries
-    (entry,) = entries.values()
-    record = intent.decode(intent_pb2.ApiKey, entry.value)
-    assert (record.tenant, record.name, list(record.deployments)) == ("acme", "laptop", ["m"])
-    assert all(key not in k and key.encode() not in e.value for k, e in entries.items())
-    await revoke_key([server.endpoint], key)
-    assert (await etcd.range(keys.API_KEYS)).entries == {}
-    with pytest.raises(NotFound):
-        await revoke_key([server.endpoint], key)
+async def test_a_change_keeps_what_other_commands_have_written(etcd: EtcdClient) -> None:
+    """Tenants, shared prefixes, routing: whatever `apply` has no option for."""
+    written = await apply(etcd, Wanted(deployment="m", backend="simulated"))
+    written.tenants.append("acme")
+    written.shared_prefixes = True
+    written.routing.policy = "least_loaded"
+    await etcd.put(keys.deployment_key("m"), intent.encode(written))
+    changed = await apply(etcd, Wanted(deployment="m", replicas=3))
+    assert (list(changed.tenants), changed.shared_prefixes, changed.routing.policy) == (["acme"], True, "least_loaded")
+    assert changed.replicas == 3

@@ -11,7 +11,28 @@ import typer
 
 from headrace.cli.main import INTERRUPTED, READER_GONE, main, plain_errors
 
-COMMANDS = ["up", "down", "status", "chat", "generate", "logs", "trace", "apply", "setup", "key"]
+COMMANDS = [
+    "up",
+    "down",
+    "status",
+    "chat",
+    "generate",
+    "logs",
+    "trace",
+    "usage",
+    "audit",
+    "apply",
+    "setup",
+    "certs",
+    "key",
+    "tenant",
+    "issuer",
+]
+SUBCOMMANDS = [
+    *(("key", name) for name in ("create", "list", "revoke", "show")),
+    *(("tenant", name) for name in ("set", "show", "list", "delete")),
+    *(("issuer", name) for name in ("set", "list", "delete")),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +72,7 @@ def test_help_names_every_command(headrace: Headrace) -> None:
     assert all(f" {name} " in ran.out for name in COMMANDS)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "key create", "key revoke", "key show"])
+@pytest.mark.parametrize("command", [*COMMANDS, *(f"{a} {b}" for a, b in SUBCOMMANDS)])
 def test_each_commands_help_says_what_it_does_and_explains_each_option(headrace: Headrace, command: str) -> None:
     ran = headrace(*command.split(), "--help")
     assert ran.status == 0

@@ -21,6 +21,7 @@ from headrace.base.errors import (
     Exhausted,
     InternalError,
     InvalidRequest,
+    ReaderStalled,
     StartError,
     StreamBroken,
     Unavailable,
@@ -272,3 +273,60 @@ async def test_status_codes_on_the_wire_are_grpcs_own(stack: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as raw:
         await place(peer)(routing_pb2.PlaceRequest(), timeout=5)
     assert raw.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+class Flood(engine_grpc.EngineServiceServicer):
+    """Streams without end, as fast as it is taken."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.ended = asyncio.Event()
+
+    async def Generate(self, request: engine_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
+        event = engine_pb2.GenerateResponse()
+        event.delta.text = "x" * 4000
+        try:
+            while True:
+                yield event
+                self.sent += 1
+                await asyncio.sleep(0)
+        finally:
+            self.ended.set()
+
+
+async def test_a_client_that_takes_nothing_is_cut_off_and_told_why() -> None:
+    server = Server(ServerSettings(grace_s=0.5, stalled_reader_s=0.3), service_name="test")
+    flood = Flood()
+    server.add(engine_grpc.add_EngineServiceServicer_to_server, flood, "headrace.api.engine.v1.EngineService")
+    peer = Peer(await server.start())
+    stub = engine_grpc.EngineServiceStub(peer.channel)
+    request = engine_pb2.GenerateRequest()
+    with pytest.raises(ReaderStalled, match="0\\.3 s"):
+        async with peer.stream(stub.Generate, request, deadline=Deadline.after(20)) as events:
+            await anext(events)
+            async with asyncio.timeout(10):
+                await flood.ended.wait()
+            held = flood.sent * 4000
+            async for _ in events:
+                pass
+    assert held < 32 << 20, "what nobody reads must not be made without bound"
+    assert server.in_flight == 0
+    await peer.close()
+    await server.drain(0)
+
+
+async def test_a_client_that_reads_slowly_is_served_to_the_end() -> None:
+    server = Server(ServerSettings(grace_s=0.5, stalled_reader_s=0.3), service_name="test")
+    flood = Flood()
+    server.add(engine_grpc.add_EngineServiceServicer_to_server, flood, "headrace.api.engine.v1.EngineService")
+    peer = Peer(await server.start())
+    stub = engine_grpc.EngineServiceStub(peer.channel)
+    began = time.monotonic()
+    async with peer.stream(stub.Generate, engine_pb2.GenerateRequest(), deadline=Deadline.after(20)) as events:
+        async for _ in events:
+            if time.monotonic() - began > 1.0:
+                break
+            await asyncio.sleep(0.0001)
+    assert flood.sent > 100
+    await peer.close()
+    await server.drain(0)

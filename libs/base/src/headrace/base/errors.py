@@ -10,6 +10,7 @@
     ├── DeadlinePassed           DEADLINE_EXCEEDED DEADLINE_EXCEEDED
     ├── StaleEpoch               FAILED_PRECONDITION STALE_EPOCH
     ├── StreamBroken             ABORTED           STREAM_BROKEN        says how many tokens were emitted
+    │   └── ReaderStalled        ABORTED           READER_STALLED       the client itself took nothing
     └── InternalError            INTERNAL          INTERNAL
     StartError                   (no code: a process cannot start; one line for the operator)
 
@@ -132,6 +133,15 @@ class StreamBroken(HeadraceError):
 
     def __init__(self, message: str, *, tokens_emitted: int) -> None:
         super().__init__(message, metadata={"tokens_emitted": str(tokens_emitted)})
+
+
+class ReaderStalled(StreamBroken):
+    """The client of a stream took nothing for so long that it was cut off."""
+
+    default_reason = "READER_STALLED"
+
+    def __init__(self, message: str, *, metadata: Mapping[str, str] | None = None) -> None:
+        HeadraceError.__init__(self, message, metadata=metadata)
 
 
 class InternalError(HeadraceError):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.api.common.v1 import answer_pb2, sampling_pb2
@@ -13,6 +14,7 @@ from headrace.api.inference.v1 import inference_service_pb2 as pb
 from headrace.api.inference.v1 import inference_service_pb2_grpc as rpc
 from headrace.base.deadline import Deadline
 from headrace.base.errors import StartError
+from headrace.base.tls import SYSTEM, TlsSettings
 from headrace.cli.home import Home
 from headrace.rpc.client import Peer
 
@@ -21,16 +23,26 @@ Event = answer_pb2.AnswerStarted | answer_pb2.AnswerDelta | answer_pb2.AnswerFin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Where the gateway is and the key to use."""
+    """Where the gateway is, the key to use, and how its edge is called."""
 
     address: str
     api_key: str
+    tls: TlsSettings = field(default_factory=TlsSettings)
 
 
 def access(home: Home) -> Access:
-    """HEADRACE_GATEWAY and HEADRACE_API_KEY, else those of the stack running on `home`."""
-    address = os.environ.get("HEADRACE_GATEWAY") or home.running().addresses["gateway"]
-    return Access(address=address, api_key=os.environ.get("HEADRACE_API_KEY") or own_key(home))
+    """HEADRACE_GATEWAY and HEADRACE_API_KEY, else those of the stack running on `home`.
+
+    An address that begins with https:// is called over TLS, as HEADRACE_GATEWAY_EDGE_TLS_* say or, without them,
+    trusting whom the machine trusts.
+    """
+    given = os.environ.get("HEADRACE_GATEWAY") or home.running().addresses["gateway"]
+    tls = TlsSettings.edge_from_environ()
+    address = given.removeprefix("https://").rstrip("/")
+    if given.startswith("https://"):
+        tls = tls if tls.calls else replace(tls, ca_file=SYSTEM)
+        address = address if re.search(r":\d+$", address) else f"{address}:443"
+    return Access(address=address, api_key=os.environ.get("HEADRACE_API_KEY") or own_key(home), tls=tls)
 
 
 def own_key(home: Home) -> str:
@@ -87,7 +99,7 @@ class Gateway:
 @asynccontextmanager
 async def connect(given: Access) -> AsyncIterator[Gateway]:
     """A gateway connection, closed on leaving."""
-    async with Peer(given.address) as peer:
+    async with Peer(given.address, tls=given.tls) as peer:
         yield Gateway(peer, given)
 
 

@@ -13,6 +13,7 @@ from typing import IO
 import psutil
 
 from headrace.base.errors import StartError
+from headrace.cli.internal_tls import internal_environ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class StackRecord:
     metrics: dict[str, str]
     processes: dict[str, int]
     create_times: dict[str, float]
+    tls_folder: str = ""
+    """Where the certificates for calls between its services lie; "" when those are plain."""
 
     @property
     def alive(self) -> bool:
@@ -61,6 +64,7 @@ class Home:
         self.logs = path / "logs"
         self.stack_file = path / "stack.json"
         self.key_file = path / "api-key"
+        self.tls = path / "tls"
         self._lock: IO[str] | None = None
 
     @classmethod
@@ -149,8 +153,13 @@ class Home:
             return None
 
     def running(self) -> StackRecord:
-        """The running stack; StartError says how to start one."""
+        """The running stack; StartError says how to start one.
+
+        With TLS between its services, this process is one more member: its calls use their certificates from here on.
+        """
         record = self.record()
         if record is None:
             raise StartError(f"no stack is up on {self.path}: start one with `headrace up`")
+        if record.tls_folder:
+            os.environ.update(internal_environ(Path(record.tls_folder)))
         return record

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from headrace.api.control.v1 import intent_pb2
-from headrace.base.errors import InvalidRequest, NotFound, StartError, Unavailable
+from headrace.base.errors import InvalidRequest, StartError, Unavailable
 from headrace.bundle import intent, keys
 from headrace.bundle.bundle import describe, digest
 from headrace.bundle.shipped import shipped_model_path
@@ -80,14 +80,18 @@ def _new(name: str) -> intent_pb2.Deployment:
 
 
 def _changed(before: intent_pb2.Deployment, wanted: Wanted, bundle: intent_pb2.Bundle | None) -> intent_pb2.Deployment:
-    settings = before.engine_settings if wanted.engine_settings is None else wanted.engine_settings
-    return intent_pb2.Deployment(
-        name=before.name,
-        bundle_digest=digest(bundle) if bundle is not None else before.bundle_digest,
-        replicas=before.replicas if wanted.replicas is None else wanted.replicas,
-        backend=before.backend if wanted.backend is None else wanted.backend,
-        engine_settings=dict(settings),
-    )
+    after = intent_pb2.Deployment()
+    after.CopyFrom(before)
+    if bundle is not None:
+        after.bundle_digest = digest(bundle)
+    if wanted.replicas is not None:
+        after.replicas = wanted.replicas
+    if wanted.backend is not None:
+        after.backend = wanted.backend
+    if wanted.engine_settings is not None:
+        after.engine_settings.clear()
+        after.engine_settings.update(wanted.engine_settings)
+    return after
 
 
 async def other_deployments(etcd: EtcdClient, name: str) -> list[str]:
@@ -105,11 +109,14 @@ async def other_deployments(etcd: EtcdClient, name: str) -> list[str]:
     return others
 
 
-async def grant_key(etcd: EtcdClient, key: str, *, tenant: str, name: str, deployments: Sequence[str] = ()) -> None:
-    """Make `key` valid for `tenant`: only its hash is written."""
-    record = intent_pb2.ApiKey(
-        tenant=tenant, name=name, created_at=datetime.now(UTC).isoformat(timespec="seconds"), deployments=deployments
-    )
+async def grant_key(
+    etcd: EtcdClient, key: str, rights: intent_pb2.ApiKey | None = None, *, tenant: str = "", name: str = ""
+) -> None:
+    """Make `key` valid with these rights (default: a user's, for `tenant`): only its hash is written."""
+    record = intent_pb2.ApiKey(tenant=tenant, name=name)
+    if rights is not None:
+        record.CopyFrom(rights)
+    record.created_at = datetime.now(UTC).isoformat(timespec="seconds")
     await etcd.put(keys.api_key_key(intent.hash_api_key(key)), intent.encode(record))
 
 
@@ -170,21 +177,3 @@ async def setup(endpoints: Sequence[str], wanted: Wanted, key_file: Path) -> Non
         deployment = await apply(etcd, wanted, bundle=bundle)
         await kept_key(etcd, key_file)
     print(f"wanted: {deployment.replicas} x {deployment.name}; API key in {key_file}")
-
-
-async def create_key(endpoints: Sequence[str], tenant: str, name: str, deployments: Sequence[str]) -> None:
-    """A fresh key for `tenant`, printed once."""
-    key = intent.new_api_key()
-    async with etcd_client(endpoints) as etcd:
-        await grant_key(etcd, key, tenant=tenant, name=name, deployments=deployments)
-    print(key)
-
-
-async def revoke_key(endpoints: Sequence[str], key: str) -> None:
-    """Take the key's record away; NotFound when there is none."""
-    path = keys.api_key_key(intent.hash_api_key(key))
-    async with etcd_client(endpoints) as etcd:
-        if await etcd.get(path) is None:
-            raise NotFound("this key is not known; nothing was revoked")
-        await etcd.delete(path)
-    print("revoked")

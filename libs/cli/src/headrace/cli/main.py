@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
 from headrace.api.common.v1 import sampling_pb2
-from headrace.base.errors import HeadraceError, StartError
+from headrace.base.errors import StartError
+from headrace.cli import audit as audit_command
 from headrace.cli import chat as chat_command
+from headrace.cli import explain as explain_command
 from headrace.cli import intent as intent_command
+from headrace.cli import issuer, key, tenant
 from headrace.cli import logs as logs_command
 from headrace.cli import status as status_command
+from headrace.cli import usage as usage_command
 from headrace.cli.constraint import constrain
-from headrace.cli.gateway import access, own_key
+from headrace.cli.gateway import access
+from headrace.cli.guard import INTERRUPTED, READER_GONE, plain_errors, run
 from headrace.cli.home import Home, same_process
 from headrace.cli.intent import DEFAULT_DEPLOYMENT, Wanted, etcd_endpoints
 from headrace.cli.stack import StackSettings
@@ -37,12 +39,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-key_app = typer.Typer(help="API keys.", no_args_is_help=True)
-app.add_typer(key_app, name="key")
-
-INTERRUPTED = 130
-READER_GONE = 141
-"""Statuses as shells have them: 128 + SIGINT, 128 + SIGPIPE."""
+app.add_typer(key.app, name="key")
+app.add_typer(tenant.app, name="tenant")
+app.add_typer(issuer.app, name="issuer")
 
 PRECISION_HELP = "float32 (exact, slowest), bfloat16, int8 or int4 (smallest; loses much on small models)."
 Precision = Annotated[str, typer.Option(help=PRECISION_HELP)]
@@ -80,41 +79,6 @@ KeptBackend = Annotated[
     str | None, typer.Option("--backend", metavar="NAME", help="model or simulated (new deployment: model).")
 ]
 ModelName = Annotated[str | None, typer.Option("--model", help="Deployment name (default: the first there is).")]
-
-
-@contextlib.contextmanager
-def plain_errors(command: str) -> Iterator[None]:
-    """Guard 3 of 3: a failure is one line on stderr and status 1, never a traceback."""
-    try:
-        yield
-    except StartError as error:
-        _fail(f"headrace {command}: {error}")
-    except HeadraceError as error:
-        again = f"; try again in {error.retry_after_s:.1f} s" if error.retry_after_s else ""
-        _fail(f"headrace {command}: {error.message} [{error.code.value}/{error.reason}]{again}")
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:
-        raise typer.Exit(READER_GONE) from None
-    except (typer.Exit, typer.Abort):
-        raise
-    except Exception as error:
-        if os.environ.get("HEADRACE_LOG_LEVEL") == "debug":
-            raise
-        said = " ".join(str(error).split())
-        _fail(f"headrace {command}: {type(error).__name__}: {said} (HEADRACE_LOG_LEVEL=debug shows where)")
-
-
-def _fail(line: str) -> None:
-    print(line, file=sys.stderr)
-    raise typer.Exit(1)
-
-
-def _run(command: str, work: Coroutine[Any, Any, int | None]) -> None:
-    with plain_errors(command):
-        status = asyncio.run(work)
-        if status:
-            raise typer.Exit(status)
 
 
 def _sampling(
@@ -163,6 +127,9 @@ def up_command(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Gateway port (default: 8700, or a free one).")
     ] = None,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Services talk to each other over TLS, with certificates on both sides.")
+    ] = False,
     demo: Annotated[
         bool, typer.Option("--demo", help="Send one prompt when ready and show where the time went.")
     ] = False,
@@ -184,8 +151,10 @@ def up_command(
         )
         # Without a terminal nobody can press Ctrl-C after a demo, so it ends by itself.
         ends = once or (demo and not sys.stdout.isatty())
-        request = UpSettings(stack=StackSettings(wanted=wanted, port=port), demo=demo, once=ends, prompt=prompt)
-    _run("up", up(Home.default(), request))
+        request = UpSettings(
+            stack=StackSettings(wanted=wanted, port=port, tls=tls), demo=demo, once=ends, prompt=prompt
+        )
+    run("up", up(Home.default(), request))
 
 
 @app.command()
@@ -207,7 +176,7 @@ def down(
 @app.command()
 def status() -> None:
     """Show services, deployments (desired and ready) and replicas (load, freshness)."""
-    _run("status", status_command.status(Home.default()))
+    run("status", status_command.status(Home.default()))
 
 
 @app.command()
@@ -225,7 +194,7 @@ def chat(
     with plain_errors("chat"):
         given = access(Home.default())
     sampling = _sampling(max_tokens, temperature, top_p, top_k, seed, stop)
-    _run("chat", chat_command.chat(given, sampling, model=model, system=system))
+    run("chat", chat_command.chat(given, sampling, model=model, system=system))
 
 
 @app.command()
@@ -261,7 +230,7 @@ def generate(
         if min_p is not None:
             sampling.min_p = min_p
         constrain(sampling, json_schema, regex, choice)
-    _run("generate", chat_command.generate(given, text, sampling, model=model, as_chat=as_chat, timings=timings))
+    run("generate", chat_command.generate(given, text, sampling, model=model, as_chat=as_chat, timings=timings))
 
 
 @app.command()
@@ -282,7 +251,15 @@ def trace(
     key: Annotated[str | None, typer.Argument(help="Trace id or request id; left out: list the newest traces.")] = None,
 ) -> None:
     """Show where one request's time went, over all services."""
-    _run("trace", status_command.show_trace(Home.default(), key))
+    run("trace", status_command.show_trace(Home.default(), key))
+
+
+@app.command()
+def explain(request: Annotated[str, typer.Argument(help="The request's id.")]) -> None:
+    """Show why a request ran where it did: every replica's verdict and numbers, and the outcome."""
+    with plain_errors("explain"):
+        addresses = explain_command.router_addresses(Home.default())
+    run("explain", explain_command.explain(addresses, request))
 
 
 @app.command("apply")
@@ -309,7 +286,7 @@ def apply_command(
             precision=precision,
         )
         endpoints = etcd_endpoints(Home.default())
-    _run("apply", intent_command.apply_and_say(endpoints, wanted))
+    run("apply", intent_command.apply_and_say(endpoints, wanted))
 
 
 @app.command("setup")
@@ -324,38 +301,22 @@ def setup_command(
     with plain_errors("setup"):
         wanted = Wanted(deployment=name, model=model, replicas=replicas, precision=precision)
         endpoints = etcd_endpoints(Home.default())
-    _run("setup", intent_command.setup(endpoints, wanted, key_file))
+    run("setup", intent_command.setup(endpoints, wanted, key_file))
 
 
-@key_app.command("create")
-def key_create(
-    tenant: Annotated[str, typer.Option(help="The tenant the key speaks for.")],
-    name: Annotated[str, typer.Option(help="For people, e.g. laptop.")] = "",
-    deployment: Annotated[list[str] | None, typer.Option(help="Allow only this deployment; may be repeated.")] = None,
+@app.command("certs")
+def certs_command(
+    folder: Annotated[Path, typer.Argument(help="Where to keep them; made private. What is there already is used on.")],
 ) -> None:
-    """Make an API key and print it, this once: only its hash is stored."""
-    with plain_errors("key create"):
-        endpoints = etcd_endpoints(Home.default())
-    _run("key create", intent_command.create_key(endpoints, tenant, name, deployment or []))
+    """Make a private authority and a certificate with which services prove themselves to each other (TLS)."""
+    with plain_errors("certs"):
+        from headrace.cli.certs import say_certs  # loads a library that no other command needs
+
+        say_certs(folder)
 
 
-@key_app.command("revoke")
-def key_revoke(
-    key: Annotated[
-        str, typer.Argument(help="The key; - reads it from standard input, which keeps it out of the process list.")
-    ],
-) -> None:
-    """Make a key invalid, within a second, at every gateway."""
-    with plain_errors("key revoke"):
-        endpoints = etcd_endpoints(Home.default())
-    _run("key revoke", intent_command.revoke_key(endpoints, sys.stdin.readline().strip() if key == "-" else key))
-
-
-@key_app.command("show")
-def key_show() -> None:
-    """Print the local user's key (HEADRACE_KEY_FILE, else the data folder's)."""
-    with plain_errors("key show"):
-        print(own_key(Home.default()))
+app.command("usage")(usage_command.command)
+app.command("audit")(audit_command.command)
 
 
 def main() -> None:

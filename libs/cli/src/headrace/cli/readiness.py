@@ -14,6 +14,7 @@ from headrace.api.routing.v1 import routing_service_pb2 as routing_pb
 from headrace.api.routing.v1 import routing_service_pb2_grpc as routing_grpc
 from headrace.base.deadline import Deadline
 from headrace.base.errors import HeadraceError, StartError
+from headrace.base.tls import TlsSettings
 from headrace.rpc.client import Peer
 
 GATEWAY_READY = "gateway is ready"
@@ -25,10 +26,14 @@ ANSWER_WITHIN_S = 1.0
 class Readiness:
     """Asks the gateway, router and controller of one stack, over connections kept until the block is left."""
 
-    def __init__(self, addresses: Mapping[str, str], deployment: str, *, replicas: int) -> None:
+    def __init__(
+        self, addresses: Mapping[str, str], deployment: str, *, replicas: int, tls: TlsSettings | None = None
+    ) -> None:
+        """`tls` None: services other than the gateway are called as the environment says."""
         self._addresses = addresses
         self._deployment = deployment
         self._replicas = replicas
+        self._tls = tls
         self._peers: dict[str, Peer] = {}
         self._stack = AsyncExitStack()
 
@@ -92,7 +97,8 @@ class Readiness:
             except OSError:
                 return None
             writer.close()
-            self._peers[name] = await self._stack.enter_async_context(Peer(self._addresses[name]))
+            tls = TlsSettings.edge_from_environ() if name == "gateway" else self._tls
+            self._peers[name] = await self._stack.enter_async_context(Peer(self._addresses[name], tls=tls))
         return self._peers[name]
 
 

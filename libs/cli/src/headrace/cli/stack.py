@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 from headrace.api.control.v1.intent_pb2 import Bundle
 from headrace.base.backoff import Backoff
 from headrace.base.errors import StartError
+from headrace.base.tls import TlsSettings
 from headrace.bundle import keys
 from headrace.cli.child import Child, Lifeline, free_port, port_is_free, python_module
 from headrace.cli.home import Home, StackRecord
 from headrace.cli.intent import Wanted, apply, describe_wanted, etcd_client, local_key, other_deployments
+from headrace.cli.internal_tls import internal_environ, internal_settings
 from headrace.cli.mark import MARK_ENV, kill_marked
 from headrace.coord.embedded import EmbeddedEtcd, EmbeddedRedis
 
 DEFAULT_PORT = 8700
+DEFAULT_HTTP_PORT = 8701
 # The engine is the slowest to come up, so the controller that starts it goes first.
 START_ORDER = ("controller", "router", "gateway", "telemetry")
 # Gateway first: it stops taking requests and lets answers finish while everything they need still runs.
@@ -47,10 +52,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSettings:
-    """How a local stack is started; `port` None takes DEFAULT_PORT, or a free one when that is taken."""
+    """How a local stack is started; `port` None takes DEFAULT_PORT, or a free one when that is taken.
+
+    With `tls` its services prove themselves to each other with certificates of an authority in the data folder.
+    """
 
     wanted: Wanted
     port: int | None = None
+    tls: bool = False
 
 
 class LocalStack:
@@ -62,8 +71,10 @@ class LocalStack:
         self.progress = progress
         self.children: dict[str, Child] = {}
         self.addresses: dict[str, str] = {}
+        self.http_address = ""
         self.metrics: dict[str, str] = {}
         self.api_key = ""
+        self._prefix_cache_key = secrets.token_hex(32)  # gateway and engines must agree; nobody else may know
         self.replicas = 0
         self._lifeline: Lifeline | None = None
         self._etcd: EmbeddedEtcd | None = None
@@ -78,6 +89,8 @@ class LocalStack:
             for name in await asyncio.to_thread(kill_marked, self.home.mark):
                 self.progress(f"ended {name}, left over from an earlier stack")
             self.home.clear_past()
+            if self.settings.tls:
+                await asyncio.to_thread(_make_certificates, self.home.tls)
             self._lifeline = Lifeline()
             await self._write_intent(await self._start_stores())
             self._start_services(port)
@@ -86,12 +99,20 @@ class LocalStack:
             await self.stop()
             raise
 
+    @property
+    def tls(self) -> TlsSettings | None:
+        """How its services are called; None: as the environment says."""
+        return internal_settings(self.home.tls) if self.settings.tls else None
+
     def _gateway_port(self) -> int:
         if self.settings.port is not None:
             if not port_is_free(self.settings.port):
                 raise StartError(f"--port {self.settings.port} is taken on 127.0.0.1: choose another or leave it out")
             return self.settings.port
         return DEFAULT_PORT if port_is_free(DEFAULT_PORT) else free_port()
+
+    def _http_port(self, taken: int) -> int:
+        return DEFAULT_HTTP_PORT if taken != DEFAULT_HTTP_PORT and port_is_free(DEFAULT_HTTP_PORT) else free_port()
 
     async def _start_stores(self) -> Bundle:
         """Start etcd and Redis; meanwhile read the model's weights once, for its bundle."""
@@ -129,6 +150,7 @@ class LocalStack:
             self.progress(f"wanted since an earlier `headrace up` or `apply`: {other}")
 
     def _start_services(self, gateway_port: int) -> None:
+        self.http_address = f"127.0.0.1:{self._http_port(gateway_port)}"
         for name in START_ORDER:
             self.addresses[name] = f"127.0.0.1:{gateway_port if name == 'gateway' else free_port()}"
             self.metrics[name] = f"127.0.0.1:{free_port()}"
@@ -145,22 +167,33 @@ class LocalStack:
     def _environ(self, name: str) -> Mapping[str, str]:
         assert self._redis is not None
         own = {
-            "gateway": {"HEADRACE_GATEWAY_GRACE_S": str(ANSWERS_GRACE_S)},
+            "gateway": {
+                "HEADRACE_GATEWAY_GRACE_S": str(ANSWERS_GRACE_S),
+                "HEADRACE_GATEWAY_HTTP_ADDRESS": self.http_address,
+                "HEADRACE_GATEWAY_DATA_DIR": str(self.home.path / "gateway"),
+                "HEADRACE_GATEWAY_TELEMETRY_ADDRESS": self.addresses["telemetry"],
+            },
             "telemetry": {"HEADRACE_TELEMETRY_DATA_DIR": str(self.home.path / "telemetry")},
             "controller": {
                 "HEADRACE_CONTROLLER_DATA_DIR": str(self.home.path),
                 "HEADRACE_CONTROLLER_STOP_ENGINES_ON_EXIT": "true",
             },
         }
-        return {
-            MARK_ENV: self.home.mark,
-            "HEADRACE_ETCD_ENDPOINTS": self.addresses["etcd"],
-            "HEADRACE_REDIS_URL": self._redis.url,
-            "HEADRACE_OTLP_ENDPOINT": self.addresses["telemetry"],
-            "HEADRACE_ROUTER_ADDRESSES": self.addresses["router"],
-            f"HEADRACE_{name.upper()}_ADDRESS": self.addresses[name],
-            f"HEADRACE_{name.upper()}_METRICS_ADDRESS": self.metrics[name],
-        } | own.get(name, {})
+        tls = internal_environ(self.home.tls) if self.settings.tls else {}
+        return (
+            {
+                MARK_ENV: self.home.mark,
+                "HEADRACE_ETCD_ENDPOINTS": self.addresses["etcd"],
+                "HEADRACE_REDIS_URL": self._redis.url,
+                "HEADRACE_OTLP_ENDPOINT": self.addresses["telemetry"],
+                "HEADRACE_ROUTER_ADDRESSES": self.addresses["router"],
+                "HEADRACE_PREFIX_CACHE_KEY": self._prefix_cache_key,
+                f"HEADRACE_{name.upper()}_ADDRESS": self.addresses[name],
+                f"HEADRACE_{name.upper()}_METRICS_ADDRESS": self.metrics[name],
+            }
+            | tls
+            | own.get(name, {})
+        )
 
     def _publish(self) -> None:
         processes = {name: c.pid for name, c in self.children.items()}
@@ -175,6 +208,7 @@ class LocalStack:
                 metrics=self.metrics,
                 processes=processes,
                 create_times=_create_times(processes),
+                tls_folder=str(self.home.tls) if self.settings.tls else "",
             )
         )
 
@@ -255,6 +289,12 @@ class Restart:
         self._due, self._started = None, now
         service.start()
         return f"{service.name} was started again, as process {service.pid}"
+
+
+def _make_certificates(folder: Path) -> None:
+    from headrace.cli.certs import write_internal  # loads a library that is needed with --tls only
+
+    write_internal(folder)
 
 
 def _create_times(processes: Mapping[str, int]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from headrace.api.telemetry.v1 import telemetry_service_pb2 as telemetry_pb
 from headrace.api.telemetry.v1 import telemetry_service_pb2_grpc as telemetry_grpc
 from headrace.base.deadline import Deadline
 from headrace.base.errors import HeadraceError
+from headrace.base.tls import TlsSettings
 from headrace.cli import render
 from headrace.cli.home import Home, StackRecord, same_process
 from headrace.rpc.client import Peer
@@ -46,7 +47,8 @@ async def _service_row(record: StackRecord, name: str) -> tuple[str, int, str, s
         return name, pid, address, "not running"
     if name not in SERVICES:
         return name, pid, address, "running"
-    async with Peer(address) as peer:
+    tls = TlsSettings.edge_from_environ() if name == "gateway" else None
+    async with Peer(address, tls=tls) as peer:
         serving = await peer.healthy(deadline=Deadline.after(2))
     return name, pid, address, "serving" if serving else "not serving"
 

@@ -18,6 +18,7 @@ from headrace.api.common.v1 import answer_pb2, sampling_pb2
 from headrace.api.inference.v1 import inference_service_pb2 as pb
 from headrace.base.deadline import Deadline
 from headrace.base.errors import StartError
+from headrace.base.tls import TlsSettings
 from headrace.cli import render
 from headrace.cli.gateway import Access, connect
 from headrace.cli.home import Home
@@ -106,7 +107,7 @@ async def up(home: Home, settings: UpSettings) -> int:
 
 async def _serve(stack: LocalStack, settings: UpSettings, console: Console, ticker: Ticker) -> None:
     await _until_able(stack, settings, ticker)
-    access = Access(address=stack.addresses["gateway"], api_key=stack.api_key)
+    access = Access(address=stack.addresses["gateway"], api_key=stack.api_key, tls=TlsSettings.edge_from_environ())
     if settings.demo:
         await demo(access, settings.stack.wanted.deployment, settings.prompt, console)
     if settings.once:
@@ -119,7 +120,9 @@ async def _until_able(stack: LocalStack, settings: UpSettings, ticker: Ticker) -
     """Wait until the gateway serves and a replica of the wanted deployment is ready, telling each change."""
     deadline = Deadline.after(settings.ready_within_s)
     told: set[str] = set()
-    async with Readiness(stack.addresses, settings.stack.wanted.deployment, replicas=stack.replicas) as readiness:
+    async with Readiness(
+        stack.addresses, settings.stack.wanted.deployment, replicas=stack.replicas, tls=stack.tls
+    ) as readiness:
         while True:
             failed = stack.failed_start()
             if failed:
@@ -159,6 +162,7 @@ async def demo(access: Access, model: str, prompt: str, console: Console) -> Non
 
 
 def _say_how(stack: LocalStack, console: Console) -> None:
+    scheme = "https" if TlsSettings.edge_from_environ().serves else "http"
     console.print(
         f"""
 Headrace is up. From another terminal:
@@ -168,6 +172,7 @@ Headrace is up. From another terminal:
   headrace logs engine -f           what a service says
   headrace down                     stop everything (or press Ctrl-C here)
 gRPC: {stack.addresses["gateway"]}  (headrace.api.inference.v1.InferenceService, reflection on)
+HTTP: {scheme}://{stack.http_address}/v1  (OpenAI's protocol; this is the base URL of its clients)
 API key: in {stack.home.key_file}   send it as  authorization: Bearer <key>
 """,
         markup=False,

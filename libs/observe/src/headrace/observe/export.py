@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 
 from headrace.base.backoff import Backoff
 from headrace.base.channel import Keepalive, channel_options
+from headrace.base.tls import TlsFiles, TlsPem, TlsSettings, tls_files
 from headrace.observe.log import get_logger
 from headrace.observe.metrics import counter
 
@@ -59,6 +60,7 @@ class SpanExport(SpanProcessor):
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self._reachable = True
+        self._tls = TlsSettings()
 
     def on_end(self, span: ReadableSpan) -> None:
         """Queue a finished span; called wherever the span ends, never waits."""
@@ -71,7 +73,9 @@ class SpanExport(SpanProcessor):
         self._trim()
 
     def start(self) -> None:
-        """Begin to send; must be called inside the running loop."""
+        """Begin to send; must be called inside the running loop. StartError when the TLS files are no good."""
+        self._tls = TlsSettings.from_environ()
+        tls_files(self._tls)
         self._task = asyncio.get_running_loop().create_task(self._run(), name="span-export")
 
     async def close(self, timeout_s: float) -> None:
@@ -90,18 +94,28 @@ class SpanExport(SpanProcessor):
             self._waiting.clear()
 
     async def _run(self) -> None:
-        options = channel_options(_KEEPALIVE)
-        async with grpc.aio.insecure_channel(self._endpoint, options=options) as channel:
-            stub = TraceServiceStub(channel)  # type: ignore[no-untyped-call]
-            backoff = Backoff(first_s=self._settings.period_s, longest_s=self._settings.longest_backoff_s)
-            pause_s = self._settings.period_s
-            while await self._pause(pause_s) or self._waiting:
-                sent = await self._send_all(stub)
-                if not sent and self._closing.is_set():
-                    return
-                if sent:
-                    backoff.reset()
-                pause_s = self._settings.period_s if sent else backoff.next_s()
+        files = tls_files(self._tls)
+        while True:
+            pem = files.current()
+            async with _channel(self._endpoint, self._tls, pem) as channel:
+                stub = TraceServiceStub(channel)  # type: ignore[no-untyped-call]
+                await self._send_until(stub, files, pem)
+            if self._closing.is_set():
+                return
+
+    async def _send_until(self, stub: Any, files: TlsFiles, pem: TlsPem) -> None:
+        """Send what comes, until closing, or until the certificate that the channel was made with has been renewed."""
+        backoff = Backoff(first_s=self._settings.period_s, longest_s=self._settings.longest_backoff_s)
+        pause_s = self._settings.period_s
+        while await self._pause(pause_s) or self._waiting:
+            sent = await self._send_all(stub)
+            if self._closing.is_set() and not sent:
+                return
+            if files.current() is not pem and not self._closing.is_set():
+                return
+            if sent:
+                backoff.reset()
+            pause_s = self._settings.period_s if sent else backoff.next_s()
 
     async def _pause(self, seconds: float) -> bool:
         """Wait for the next turn; False when closing."""
@@ -161,6 +175,16 @@ class SpanExport(SpanProcessor):
             dropped += 1
         if dropped:
             DROPPED.labels("queue_full").inc(dropped)
+
+
+def _channel(endpoint: str, tls: TlsSettings, pem: TlsPem) -> grpc.aio.Channel:
+    """With TLS between services, the collector is one of them."""
+    options = channel_options(_KEEPALIVE)
+    if not tls.calls:
+        return grpc.aio.insecure_channel(endpoint, options=options)
+    credentials = grpc.ssl_channel_credentials(pem.ca or None, pem.key, pem.cert)
+    name = ("grpc.ssl_target_name_override", tls.server_name)
+    return grpc.aio.secure_channel(endpoint, credentials, options=[*options, name])
 
 
 async def encode(batch: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:

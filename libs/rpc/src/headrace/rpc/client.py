@@ -18,8 +18,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from headrace.base.channel import Keepalive, channel_options
 from headrace.base.deadline import Deadline
 from headrace.base.errors import DeadlinePassed, HeadraceError
+from headrace.base.tls import TlsSettings
 from headrace.rpc.context import REQUEST_ID, current_call
-from headrace.rpc.status import from_rpc_error
+from headrace.rpc.rotating_channel import RotatingChannel
+from headrace.rpc.status import TRANSPORT, from_rpc_error
+from headrace.rpc.tls import explained
 
 R = TypeVar("R")
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -28,10 +31,23 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 class Peer:
     """One channel to one address, kept for the process's life; build it inside the running loop."""
 
-    def __init__(self, address: str, *, keepalive: Keepalive | None = None, max_message_bytes: int = 16 << 20) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        keepalive: Keepalive | None = None,
+        max_message_bytes: int = 16 << 20,
+        tls: TlsSettings | None = None,
+    ) -> None:
+        """`tls` None: as the environment says of calls between services; StartError when its files are no good."""
         self.address = address
+        self._tls = TlsSettings.from_environ() if tls is None else tls
         options = channel_options(keepalive or Keepalive(), max_message_bytes=max_message_bytes)
-        self.channel = grpc.aio.insecure_channel(address, options=options)
+        self.channel: grpc.aio.Channel = (
+            RotatingChannel(address, self._tls, options)
+            if self._tls.calls
+            else grpc.aio.insecure_channel(address, options=options)
+        )
 
     async def unary(
         self, method: Callable[..., Any], request: Any, *, deadline: Deadline, metadata: Mapping[str, str] | None = None
@@ -42,7 +58,7 @@ class Peer:
         try:
             return await method(request, timeout=deadline.timeout_s(), metadata=_outgoing(metadata))
         except AioRpcError as error:
-            raise from_rpc_error(error) from None
+            raise _domain_error(error, self._tls) from None
 
     @asynccontextmanager
     async def stream(
@@ -56,7 +72,7 @@ class Peer:
             raise DeadlinePassed(f"the deadline passed before {self.address} was called")
         call = method(request, timeout=deadline.timeout_s(), metadata=_outgoing(metadata))
         try:
-            yield _messages(call)
+            yield _messages(call, self._tls)
         finally:
             call.cancel()
 
@@ -80,18 +96,26 @@ class Peer:
         await self.close()
 
 
-async def _messages(call: Any) -> AsyncIterator[Any]:
+async def _messages(call: Any, tls: TlsSettings) -> AsyncIterator[Any]:
     try:
         async for message in call:
             yield message
     except AioRpcError as error:
-        raise from_rpc_error(error) from None
+        raise _domain_error(error, tls) from None
     except asyncio.CancelledError:
         # The call itself was cancelled (channel closed): aio raises CancelledError into a task nobody cancelled.
         task = asyncio.current_task()
         if task is not None and task.cancelling() == 0 and call.cancelled():
             raise DeadlinePassed("the call was cancelled by its own side", reason="CALL_CANCELLED") from None
         raise
+
+
+def _domain_error(error: AioRpcError, tls: TlsSettings) -> HeadraceError:
+    found = from_rpc_error(error)
+    if found.reason == TRANSPORT:
+        found.message = explained(found.message, tls)
+        found.args = (found.message,)
+    return found
 
 
 def _outgoing(metadata: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +18,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from prometheus_client import Counter, Gauge, Histogram
 
 from headrace.base.deadline import Deadline
-from headrace.base.errors import HeadraceError, InternalError, Unavailable
+from headrace.base.errors import HeadraceError, InternalError, ReaderStalled, Unavailable
 from headrace.rpc.context import REQUEST_ID, CallContext, enter_call
 from headrace.rpc.ids import is_request_id, new_request_id
 from headrace.rpc.status import to_status
+from headrace.rpc.tls import PeerNames
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +40,8 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 _UNTRACED = ("/grpc.health.", "/grpc.reflection.", "/opentelemetry.")
 _UNTRACED_METHODS = ("Attach",)
 
+_HAND_OVER_S = 0.1
+
 
 class CallInterceptor(ServerInterceptor):
     """Wrap each handler once.
@@ -46,9 +50,18 @@ class CallInterceptor(ServerInterceptor):
     refused as DRAINING, or a steady stream of them would use up the whole grace of a drain.
     """
 
-    def __init__(self, service_name: str, *, default_deadline_s: float) -> None:
+    def __init__(
+        self,
+        service_name: str,
+        *,
+        default_deadline_s: float,
+        stalled_reader_s: float,
+        peer_names: PeerNames | None = None,
+    ) -> None:
         self._service = service_name
+        self._peer_names = peer_names
         self._default_deadline_s = default_deadline_s
+        self._stalled_reader_s = stalled_reader_s
         self._tracer = trace.get_tracer("headrace.rpc")
         self.in_flight = 0
         self.refusing = False
@@ -93,15 +106,16 @@ class CallInterceptor(ServerInterceptor):
 
         return handle
 
-    def _streaming(self, path: str, inner: Any) -> Callable[..., AsyncIterator[Any]]:
-        async def handle(request: Any, context: ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+    def _streaming(self, path: str, inner: Any) -> Callable[..., Awaitable[None]]:
+        # A coroutine that writes, not a generator: only so can a write have an end.
+        async def handle(request: Any, context: ServicerContext[Any, Any]) -> None:
             with self._call(path, context) as record:
                 messages = inner(request, context)
                 failure: HeadraceError | None = None
                 try:
                     record.raise_if_refused()
                     async for message in messages:
-                        yield message
+                        await self._write(context, message)
                 except Exception as error:
                     failure = self._domain_error(error, context, record)
                 finally:
@@ -113,6 +127,14 @@ class CallInterceptor(ServerInterceptor):
 
         return handle
 
+    async def _write(self, context: ServicerContext[Any, Any], message: Any) -> None:
+        """Returns once the transport has taken the message: at once, or when the client has read enough of others."""
+        try:
+            async with asyncio.timeout(self._stalled_reader_s):
+                await context.write(message)
+        except TimeoutError:
+            raise ReaderStalled(f"nothing of this stream was read for {self._stalled_reader_s:g} s") from None
+
     @contextmanager
     def _call(self, path: str, context: ServicerContext[Any, Any]) -> Any:
         method = path.rsplit("/", 1)[-1]
@@ -120,6 +142,8 @@ class CallInterceptor(ServerInterceptor):
         record = _Record(metadata)
         if self.refusing:
             record.refused = Unavailable("this server is draining", reason="DRAINING", retry_after_s=0.5)
+        elif self._peer_names is not None:
+            record.refused = self._peer_names.refusal(context)
         self.in_flight += 1
         IN_FLIGHT.labels(self._service, method).inc()
         started = time.perf_counter()
@@ -198,4 +222,13 @@ def _finish_span(span: trace.Span, record: _Record) -> None:
 
 
 async def _abort(context: ServicerContext[Any, Any], error: HeadraceError, request_id: str) -> None:
-    await context.abort_with_status(rpc_status.to_status(to_status(error, request_id=request_id)))
+    status = rpc_status.to_status(to_status(error, request_id=request_id))
+    if not isinstance(error, ReaderStalled):
+        await context.abort_with_status(status)
+    # The status stands behind messages that nobody reads: it is handed to the transport, which keeps it for a client
+    # that wakes up, and nobody waits for its leaving.
+    try:
+        async with asyncio.timeout(_HAND_OVER_S):
+            await context.abort_with_status(status)
+    except TimeoutError:
+        pass

@@ -16,7 +16,9 @@ from grpc_reflection.v1alpha import reflection
 
 from headrace.base.channel import Keepalive, server_options
 from headrace.base.errors import StartError
+from headrace.base.tls import TlsSettings
 from headrace.rpc.interceptor import CallInterceptor
+from headrace.rpc.tls import PeerNames, server_credentials
 
 log = structlog.get_logger(__name__)
 
@@ -26,7 +28,8 @@ class ServerSettings:
     """How a server listens, waits and ends; times in seconds, sizes in bytes.
 
     `propagation_s` is how long a draining server goes on accepting after it said NOT_SERVING, so that
-    those who choose servers can notice first.
+    those who choose servers can notice first. A client of a stream that takes no message for `stalled_reader_s` is
+    cut off with ReaderStalled: what waits for it must not wait for ever.
     """
 
     address: str = "127.0.0.1:0"
@@ -37,6 +40,9 @@ class ServerSettings:
     propagation_s: float = 0.0
     grace_s: float = 10.0
     most_calls: int | None = None
+    stalled_reader_s: float = 30.0
+    tls: TlsSettings | None = None
+    """None: as the environment says of calls between services."""
 
 
 class Server:
@@ -44,8 +50,14 @@ class Server:
 
     def __init__(self, settings: ServerSettings, *, service_name: str) -> None:
         self._settings = settings
-        self._interceptor = CallInterceptor(service_name, default_deadline_s=settings.default_deadline_s)
-        self._server = grpc.aio.server(
+        self._tls = TlsSettings.from_environ() if settings.tls is None else settings.tls
+        self._interceptor = CallInterceptor(
+            service_name,
+            default_deadline_s=settings.default_deadline_s,
+            stalled_reader_s=settings.stalled_reader_s,
+            peer_names=PeerNames(self._tls.peer_name) if self._tls.peer_name else None,
+        )
+        self._server: Any = grpc.aio.server(
             interceptors=[self._interceptor],
             options=server_options(settings.keepalive, max_message_bytes=settings.max_message_bytes),
             maximum_concurrent_rpcs=settings.most_calls,
@@ -77,7 +89,7 @@ class Server:
         if not host or not port.isdigit() or int(port) > 65535:
             raise StartError(f"address {self._settings.address!r} is not host:port, such as 127.0.0.1:7000")
         try:
-            bound = self._server.add_insecure_port(self._settings.address)
+            bound = self._bind()
         except RuntimeError:
             bound = 0
         if bound == 0:
@@ -87,8 +99,13 @@ class Server:
             )
         await self._server.start()
         self.address = f"{host}:{bound}"
-        log.info("server_started", address=self.address)
+        log.info("server_started", address=self.address, tls=self._tls.serves)
         return self.address
+
+    def _bind(self) -> int:
+        if self._tls.serves:
+            return int(self._server.add_secure_port(self._settings.address, server_credentials(self._tls)))
+        return int(self._server.add_insecure_port(self._settings.address))
 
     async def set_serving(self, serving: bool) -> None:
         """Tell health watchers whether new work is taken."""
@@ -102,6 +119,8 @@ class Server:
         A health Watch held open by a client would hold `stop` for the whole grace (measured), so calls are
         counted here and the transport is stopped with no grace once ours have ended.
         """
+        if self._server is None:
+            return
         grace = self._settings.grace_s if grace_s is None else grace_s
         started = time.monotonic()
         await self._health.enter_graceful_shutdown()
@@ -112,4 +131,5 @@ class Server:
             await asyncio.sleep(0.02)
         left = self.in_flight
         await self._server.stop(0)
+        self._server = None  # a TLS server that lives until the interpreter ends makes that end 2 s late (measured)
         log.info("server_stopped", seconds=round(time.monotonic() - started, 3), calls_cut=left)

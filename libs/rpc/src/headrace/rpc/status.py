@@ -22,6 +22,7 @@ from headrace.base.errors import (
     InternalError,
     InvalidRequest,
     NotFound,
+    ReaderStalled,
     StaleEpoch,
     StreamBroken,
     Unauthenticated,
@@ -60,6 +61,9 @@ def to_status(error: HeadraceError, *, request_id: str = "") -> status_pb2.Statu
         why = error.why if isinstance(error, InvalidRequest) else error.message
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=why)
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if quota := error.metadata.get("quota"):
+        exceeded = error_details_pb2.QuotaFailure.Violation(subject=quota, description=error.message)
+        status.details.add().Pack(error_details_pb2.QuotaFailure(violations=[exceeded]))
     if error.retry_after_s is not None:
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=_duration(error.retry_after_s)))
     return status
@@ -86,6 +90,8 @@ def from_rpc_error(error: AioRpcError) -> HeadraceError:
         )
         invalid.metadata.update(metadata)
         return invalid
+    if error.code() is StatusCode.ABORTED and reason == ReaderStalled.default_reason:
+        return ReaderStalled(message, metadata=metadata)
     if error.code() is StatusCode.ABORTED:
         broken = StreamBroken(message, tokens_emitted=int(metadata.get("tokens_emitted", "0")))
         broken.metadata.update(metadata)
