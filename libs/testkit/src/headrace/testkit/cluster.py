@@ -20,6 +20,7 @@ from headrace.api.inference.v1 import inference_service_pb2_grpc as rpc
 from headrace.api.routing.v1 import routing_service_pb2 as routing_pb
 from headrace.api.routing.v1 import routing_service_pb2_grpc as routing_grpc
 from headrace.base.deadline import Deadline
+from headrace.base.tls import TlsSettings
 from headrace.bundle.bundle import describe
 from headrace.bundle.intent import encode, new_api_key
 from headrace.bundle.shipped import shipped_model_path
@@ -33,6 +34,8 @@ from headrace.rpc.client import Peer
 from headrace.testkit.eventually import eventually
 
 DEPLOYMENT = "test"
+PREFIX_CACHE_KEY = bytes(range(32)).hex()
+"""Of all clusters: gateway, engines and a test that computes hashes itself agree on it."""
 
 
 class Cluster:
@@ -45,8 +48,11 @@ class Cluster:
         self.lifeline = Lifeline()
         self.children: dict[str, Child] = {}
         self.addresses: dict[str, str] = {}
+        self.http_addresses: dict[str, str] = {}
         self.metrics_addresses: dict[str, str] = {}
         self.api_key = new_api_key()
+        self.engine_spans_to = ""
+        """host:port that engines send their spans to; empty: telemetry."""
         self.bundle_digest = ""
         self._bundle_file = folder / "bundle.json"
         self.etcd: EmbeddedEtcd
@@ -78,13 +84,21 @@ class Cluster:
             "HEADRACE_REDIS_URL": self.redis.url,
             "HEADRACE_OTLP_ENDPOINT": self.addresses.get("telemetry", "127.0.0.1:9"),
             "HEADRACE_ROUTER_ADDRESSES": routers,
+            "HEADRACE_PREFIX_CACHE_KEY": PREFIX_CACHE_KEY,
             f"HEADRACE_{upper}_ADDRESS": self.addresses[name],
             f"HEADRACE_{upper}_METRICS_ADDRESS": self.metrics_addresses[name],
+            "HEADRACE_GATEWAY_HTTP_ADDRESS": self._http_address(name) if kind == "gateway" else "",
+            "HEADRACE_GATEWAY_DATA_DIR": str(self.folder / name),
+            "HEADRACE_GATEWAY_TELEMETRY_ADDRESS": self.addresses.get("telemetry", ""),
             "HEADRACE_TELEMETRY_DATA_DIR": str(self.folder / "telemetry"),
             "HEADRACE_CONTROLLER_DATA_DIR": str(self.folder),
             "HEADRACE_CONTROLLER_STOP_ENGINES_ON_EXIT": "true",
         }
         return self._start(name, f"headrace.{kind}", settings | dict(environ or {}))
+
+    def _http_address(self, gateway: str) -> str:
+        self.http_addresses[gateway] = f"127.0.0.1:{free_port()}"
+        return self.http_addresses[gateway]
 
     def start_engine(self, engine_id: str, **settings: object) -> Child:
         """One replica of the shipped model's bundle, simulated unless `backend` says otherwise."""
@@ -98,7 +112,8 @@ class Cluster:
         } | settings
         environ = {f"HEADRACE_ENGINE_{k.upper()}": str(v) for k, v in given.items()}
         environ["HEADRACE_REDIS_URL"] = self.redis.url
-        environ["HEADRACE_OTLP_ENDPOINT"] = self.addresses.get("telemetry", "127.0.0.1:9")
+        environ["HEADRACE_PREFIX_CACHE_KEY"] = PREFIX_CACHE_KEY
+        environ["HEADRACE_OTLP_ENDPOINT"] = self.engine_spans_to or self.addresses.get("telemetry", "127.0.0.1:9")
         return self._start(engine_id, "headrace.engine", environ)
 
     def _start(self, name: str, module: str, environ: Mapping[str, str]) -> Child:
@@ -116,7 +131,7 @@ class Cluster:
     async def until_serving(self, *names: str, within_s: float = 30.0) -> None:
         """Wait until each service says SERVING; fails at once, with its last words, when one has ended."""
         for name in names:
-            async with Peer(self.addresses[name]) as peer:
+            async with Peer(self.addresses[name], tls=_tls(name)) as peer:
 
                 async def serving(name: str = name, peer: Peer = peer) -> bool:
                     self.assert_alive(name)
@@ -184,7 +199,7 @@ class Cluster:
     @asynccontextmanager
     async def client(self, gateway: str = "gateway", *, api_key: str | None = None) -> AsyncIterator[Client]:
         """A client of one gateway."""
-        async with Peer(self.addresses[gateway]) as peer:
+        async with Peer(self.addresses[gateway], tls=_tls(gateway)) as peer:
             yield Client(peer, self.api_key if api_key is None else api_key)
 
     async def close(self) -> list[str]:
@@ -264,6 +279,11 @@ class Answer:
         """The finish record; the stream must have had one."""
         assert self.finished is not None
         return self.finished
+
+
+def _tls(name: str) -> TlsSettings | None:
+    """A gateway is called as its clients call it, whatever services do among themselves."""
+    return TlsSettings.edge_from_environ() if name.startswith("gateway") else None
 
 
 def _request(fields: Mapping[str, Any]) -> dict[str, Any]:

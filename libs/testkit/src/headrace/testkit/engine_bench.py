@@ -10,6 +10,7 @@ from headrace.base.prefix import PrefixKey
 from headrace.engine.core.block_pool import BlockPool
 from headrace.engine.core.finish import Finish
 from headrace.engine.core.kv_memory import KvMemory
+from headrace.engine.core.ngram import Speculation
 from headrace.engine.core.placement import USUAL, Placement
 from headrace.engine.core.request import Sequence
 from headrace.engine.core.sampling_plan import SamplingPlan
@@ -22,8 +23,8 @@ KEY = PrefixKey(bytes(range(32)))
 EOS_IDS = frozenset({2})
 
 
-def timeless_backend(blocks: int, block_size: int) -> SimulatedBackend:
-    """The simulated backend with a clock that stands still."""
+def timeless_backend(blocks: int, block_size: int, *, echo: int = 0) -> SimulatedBackend:
+    """The simulated backend with a clock that stands still; `echo` is its `simulate_echo_tokens`."""
     return SimulatedBackend(
         WorkerConfig(
             block_size=block_size,
@@ -31,6 +32,7 @@ def timeless_backend(blocks: int, block_size: int) -> SimulatedBackend:
             simulate_step_ms=0.0,
             simulate_itl_ms=0.0,
             simulate_prefill_tokens_per_s=math.inf,
+            simulate_echo_tokens=echo,
         )
     )
 
@@ -38,7 +40,8 @@ def timeless_backend(blocks: int, block_size: int) -> SimulatedBackend:
 class Bench:
     """Everything that came out of a scheduler, which is checked after every step.
 
-    `caching` False turns the prefix cache off. Time is the number of steps taken.
+    `caching` False turns the prefix cache off. Time is the number of steps taken. `guesses` are made at up to so many
+    tokens, while at most `guessed_sequences` run (None: any number); answers say again what stood `echo` tokens before.
     """
 
     def __init__(
@@ -51,14 +54,20 @@ class Bench:
         chunked: bool = True,
         waiting: int = 16,
         caching: bool = True,
+        guesses: int = 0,
+        guessed_sequences: int | None = None,
+        echo: int = 0,
     ) -> None:
         self.pool = BlockPool(blocks, block_size)
         limits = BatchLimits(
             max_num_seqs=seqs, max_num_batched_tokens=budget, enable_chunked_prefill=chunked, max_waiting=waiting
         )
         self.memory = KvMemory(self.pool, KEY if caching else None, "bundle")
-        self.scheduler = Scheduler(limits, self.memory, EOS_IDS)
-        self.backend = timeless_backend(blocks, block_size)
+        most = seqs if guessed_sequences is None else guessed_sequences
+        speculation = Speculation(tokens=guesses, longest=3, shortest=1, most_sequences=most) if guesses else None
+        self.scheduler = Scheduler(limits, self.memory, EOS_IDS, speculation)
+        self.backend = timeless_backend(blocks, block_size, echo=echo)
+        self.drafted = self.accepted = 0
         self.now = 0.0
         self.tokens: dict[int, list[int]] = {}
         self.finishes: dict[int, Finish] = {}
@@ -94,11 +103,14 @@ class Bench:
         """One step; raises when a slice would write what is not its own, or the accounts do not add up."""
         plan = self.scheduler.schedule(self.now)
         self._check_writes(plan)
+        self._check_guesses(plan)
         self.backend.copy_blocks(plan.copies)
         outcome = self.scheduler.update(plan, self.backend.execute(plan.slices, {}), self.now)
         for id, token in zip(outcome.sequence_ids, outcome.token_ids, strict=True):
             assert id not in self.finishes
             self.tokens[id].append(token)
+        self.drafted += outcome.drafted
+        self.accepted += outcome.accepted
         self.collect(*plan.expired, *outcome.finishes)
         self.scheduler.check()
         self.now += 1.0
@@ -116,6 +128,17 @@ class Bench:
         while self.scheduler.running or self.scheduler.waiting:
             self.step()
 
+    def _check_guesses(self, plan: StepPlan) -> None:
+        """They get what is left over, in a step in which nobody had to give way; the sequences do not know of them."""
+        size = self.pool.block_size
+        for piece in plan.slices:
+            if piece.drafted:
+                end = piece.start + len(piece.token_ids)
+                assert len(piece.known_token_ids) == end - piece.drafted
+                took_blocks = self.pool.blocks_for(end) > (end - piece.drafted - 1) // size + 1
+                assert not plan.preempted
+                assert not took_blocks or self.pool.free_blocks >= self.scheduler.watermark
+
     def _check_writes(self, plan: StepPlan) -> None:
         size = self.pool.block_size
         for piece in plan.slices:
@@ -129,11 +152,11 @@ def shape(plan: StepPlan) -> dict[int, int]:
     return {piece.sequence_id: len(piece.token_ids) for piece in plan.slices}
 
 
-def oracle(prompt: Seq[int], count: int, plan: SamplingPlan) -> list[int]:
+def oracle(prompt: Seq[int], count: int, plan: SamplingPlan, *, echo: int = 0) -> list[int]:
     """The first `count` tokens of an answer, one whole-prefix computation each: no cache, no batch, no chunks."""
     tokens = list(prompt)
     blocks = -(-(len(prompt) + count) // 4)
-    backend = timeless_backend(blocks, 4)
+    backend = timeless_backend(blocks, 4, echo=echo)
     for _ in range(count):
         piece = SequenceSlice(
             sequence_id=0, token_ids=tokens, start=0, block_table=range(blocks), samples=True, plan=plan

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -27,15 +27,17 @@ class ChatTemplate:
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         try:
             self._template = environment.from_string(source)
+            self.reads_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+            """Whether it shows the model the tools that it may call."""
         except TemplateError as error:
             raise StartError(f"the model's chat template does not compile: {error}") from error
         self._tokens = dict(tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The prompt's text; InvalidRequest with the template's own words when it refuses the conversation."""
         try:
             return self._template.render(
-                **self._tokens, messages=messages, add_generation_prompt=True, tools=None, documents=None
+                **self._tokens, messages=messages, add_generation_prompt=True, tools=tools, documents=None
             )
         except TemplateError as error:
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
