@@ -28,6 +28,7 @@ from headrace.api.routing.v1 import routing_service_pb2 as routing_pb2
 from headrace.api.routing.v1 import routing_service_pb2_grpc as routing_grpc
 from headrace.base.deadline import Deadline
 from headrace.base.errors import StaleEpoch, Unavailable
+from headrace.base.tls import TlsSettings
 from headrace.base.tokenizer_digest import tokenizer_digest
 from headrace.bundle import intent, keys
 from headrace.bundle.bundle import digest
@@ -204,6 +205,7 @@ class ScriptedRouter(routing_grpc.RoutingServiceServicer):
         self.engines: list[ScriptedEngine] = []
         self.asked: list[routing_pb2.PlaceRequest] = []
         self.released: list[tuple[str, int]] = []
+        self.reports: list[routing_pb2.ReleaseRequest] = []
         self.refusals: list[Exception] = []
         self.placements: dict[str, tuple[str, int, str]] = {}
         self.retry_after_s = 30.0
@@ -227,12 +229,13 @@ class ScriptedRouter(routing_grpc.RoutingServiceServicer):
             raise self.refusals.pop(0)
         known = self.placements | {e.engine_id: (e.engine_id, e.epoch, e.address) for e in self.engines}
         for engine_id, epoch, address in known.values():
-            if engine_id not in request.excluded:
+            if not any((x.engine_id, x.epoch) == (engine_id, epoch) for x in request.exclusions):
                 return routing_pb2.PlaceResponse(engine_id=engine_id, epoch=epoch, address=address)
         raise Unavailable("no replica is eligible", retry_after_s=self.retry_after_s)
 
     async def Release(self, request: routing_pb2.ReleaseRequest, context: Any) -> routing_pb2.ReleaseResponse:
         self.released.append((request.request_id, request.attempt))
+        self.reports.append(request)
         return routing_pb2.ReleaseResponse()
 
 
@@ -344,7 +347,7 @@ class World:
         running = asyncio.create_task(app.run())
         self.stack.push_async_callback(_end, app, running)
         self.app = app
-        peer = await self.stack.enter_async_context(Peer(app.address))
+        peer = await self.stack.enter_async_context(Peer(app.address, tls=TlsSettings.edge_from_environ()))
         await eventually(lambda: peer.healthy("headrace.api.inference.v1.InferenceService", deadline=Deadline.after(1)))
         return Client(peer)
 

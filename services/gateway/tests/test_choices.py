@@ -76,7 +76,7 @@ async def test_three_answers_have_three_indices_and_all_finish(world: Any, event
     assert (len(heard.started), heard.started[0].seed, heard.finished[0].attempts) == (1, 10, 1)
     (submit,) = engine.submits
     assert (submit.sampling.n, submit.sampling.seed, submit.sampling.max_tokens) == (3, 10, 100)
-    assert [asked.max_tokens for asked in world.router.asked] == [300]
+    assert [(asked.max_tokens, asked.sequences) for asked in world.router.asked] == [(100, 3)]
     await eventually(lambda: gauges()["open_slots"] == gauges()["in_flight"] == 0)
     await eventually(lambda: [attempt for _, attempt in world.router.released] == [1])
     assert engine.cancels == []
@@ -129,7 +129,7 @@ async def test_an_engine_lost_in_mid_answer_has_each_unfinished_answer_continued
     assert (moved[0].emitted_tokens, moved[0].sampling.max_tokens) == (5, 85)
     assert (moved[1].emitted_tokens, moved[1].sampling.max_tokens) == (0, 90)
     assert [asked.attempt for asked in world.router.asked] == [1, 2, 3]
-    assert [list(asked.excluded) for asked in world.router.asked] == [[], ["e-1"], ["e-1"]]
+    assert [[x.engine_id for x in asked.exclusions] for asked in world.router.asked] == [[], ["e-1"], ["e-1"]]
 
 
 async def test_one_answer_that_its_engine_gives_up_moves_while_the_others_stay(world: Any, eventually: Any) -> None:

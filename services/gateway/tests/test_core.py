@@ -12,6 +12,7 @@ from headrace.base.errors import DeadlinePassed, Exhausted, HeadraceError, Inval
 from headrace.gateway.core.budget import RetryBudget
 from headrace.gateway.core.outbox import Outbox
 from headrace.gateway.core.progress import Progress, Trail
+from headrace.gateway.core.life import Life
 from headrace.gateway.core.quarantine import Quarantine
 from headrace.gateway.core.recovery import Action, EngineFault, Fault, Situation, client_error, recover
 from headrace.gateway.core.slots import Slots
@@ -94,12 +95,13 @@ def spent(budget: RetryBudget, now: float) -> int:
 
 def test_a_quarantine_ends_by_itself() -> None:
     quarantine = Quarantine(duration_s=10.0)
-    quarantine.add("e-1", now=0.0)
-    quarantine.add("e-2", now=5.0)
+    first, second = Life("e-1", 7), Life("e-2", 7)
+    quarantine.add(first, now=0.0)
+    quarantine.add(second, now=5.0)
 
-    assert quarantine.engine_ids(9.9) == {"e-1", "e-2"}
-    assert quarantine.engine_ids(10.0) == {"e-2"}
-    assert quarantine.engine_ids(15.0) == frozenset()
+    assert quarantine.lives(9.9) == {first, second}
+    assert quarantine.lives(10.0) == {second}
+    assert quarantine.lives(15.0) == frozenset()
 
 
 @given(st.lists(st.one_of(st.integers(0, 1000), st.none()), max_size=200))
@@ -110,7 +112,7 @@ def test_whatever_the_rhythm_of_taking_every_token_leaves_the_outbox_once_and_in
             taken += outbox.take().token_ids
             assert not outbox
         else:
-            outbox.put(event, float(now))
+            outbox.put([event], float(now))
             put.append(event)
 
     assert taken == put
@@ -119,12 +121,12 @@ def test_whatever_the_rhythm_of_taking_every_token_leaves_the_outbox_once_and_in
 def test_an_outbox_gives_the_finish_with_the_last_tokens_and_only_once() -> None:
     outbox = Outbox()
     finish = Finish(slot=1, reason=FinishReason.STOP)
-    outbox.put(5, 1.0)
+    outbox.put([5], 1.0)
     outbox.end(finish)
 
     batch = outbox.take()
 
-    assert (batch.token_ids, batch.arrived_at, batch.finish) == ((5,), (1.0,), finish)
+    assert (batch.token_ids, batch.arrived_at, batch.finish) == ([5], [1.0], finish)
     assert outbox.take().finish is None
 
 
@@ -150,7 +152,10 @@ def ended(slot: int, reason: FinishReason = FinishReason.STOP) -> Finish:
         (step(number=5), "step 5 came where step 4"),
         (step(number=3), "step 3 came where step 4"),
         (step(token_ids=(5,)), "2 slots came with 1 tokens"),
-        (step(slots=(1, 1)), "twice"),
+        (step(slots=(1, 2, 1), token_ids=(5, 6, 7)), "the tokens of slot 1 came apart"),
+        (step(slots=(1, 2, 2), token_ids=(5, 6, 7)), "slot 2 went beyond its max_tokens"),
+        (step(slots=(4, 4), logprobs=(of(4, 5),)), "not those of the tokens"),
+        (step(slots=(4, 4), logprobs=(of(4, 6), of(4, 5))), "not those of the tokens"),
         (step(slots=(1, 9)), "slot 9"),
         (step(token_ids=(5, 10)), "token 10"),
         (step(slots=(3,), token_ids=(5,)), "max_tokens"),
@@ -175,6 +180,8 @@ def test_a_true_step_is_believed() -> None:
     seen = step(slots=(1, 4), logprobs=(of(4, 6),))
     assert violation(seen, expected=4, open_slots=open_slots(), vocab_size=10) is None
     seen = step(finishes=(ended(2), ended(3)))
+    assert violation(seen, expected=4, open_slots=open_slots(), vocab_size=10) is None
+    seen = step(slots=(1, 1, 4, 4), token_ids=(5, 6, 7, 8), logprobs=(of(4, 7), of(4, 8)), finishes=(ended(1),))
 
     assert violation(seen, expected=4, open_slots=open_slots(), vocab_size=10) is None
 
@@ -258,17 +265,17 @@ def test_slots_are_used_again_alone_and_in_ranges() -> None:
 def test_an_outbox_keeps_a_token_and_its_log_probabilities_together() -> None:
     outbox = Outbox()
     for token in (7, 8):
-        outbox.put(token, 1.0, f"of {token}")
-    assert outbox.take().logprobs == ("of 7", "of 8")
-    assert outbox.take().logprobs == ()
+        outbox.put([token], 1.0, [f"of {token}"])
+    assert outbox.take().logprobs == ["of 7", "of 8"]
+    assert outbox.take().logprobs == []
 
 
 def test_attempts_of_a_request_s_answers_are_numbered_together_and_its_engines_excluded_for_all() -> None:
     trail = Trail()
     first, second = (Progress(prompt_ids=(1,), max_tokens=5, admitted_at=0.0, index=i, trail=trail) for i in range(2))
     assert [first.trail.next_attempt(), second.trail.next_attempt()] == [1, 2]
-    first.trail.excluded.add("e-1")
-    assert second.trail.excluded == {"e-1"}
+    first.trail.excluded.add(Life("e-1", 7))
+    assert second.trail.excluded == {Life("e-1", 7)}
 
 
 def test_cached_tokens_are_those_of_the_attempt_with_the_first_token_and_never_more_than_the_prompt() -> None:

@@ -234,3 +234,47 @@ async def test_only_the_first_of_many_answers_carries_the_prompt_s_log_probabili
 
     assert heard.texts == {0: "AC", 1: "BD"}
     assert list(heard.finished[0].prompt_logprobs) == PROMPT
+
+
+async def say_three_a_step(engine: Any, stream: Any, submit: Any) -> None:
+    """Three tokens of one slot in each step, as an engine does whose guesses come true; the finish with the last."""
+    rest = [*engine.rest(submit), EOS][: submit.sampling.max_tokens]
+    asked = submit.sampling.HasField("logprobs")
+    for first in range(0, len(rest), 3):
+        if submit.slot in engine.cancels:
+            return
+        part = rest[first : first + 3]
+        entries = [SlotLogprobs(slot=submit.slot, logprobs=likelihoods(token)) for token in part if asked]
+        ends = [stream.finish(submit.slot, "STOP")] if first + 3 >= len(rest) else []
+        stream.steps += 1
+        stream.raw(stream.steps, [submit.slot] * len(part), part, ends, entries)
+        await asyncio.sleep(0)
+
+
+async def test_several_tokens_of_a_step_are_an_answer_like_any_other(world: Any) -> None:
+    await world.engine("e-1", say_three_a_step)
+    client = await world.gateway()
+
+    whole = await client.generate("Say it.", logprobs=1)
+    short = await client.generate("Say it.", max_tokens=7)
+    cut = await client.generate("Say it.", stop=["steady"])
+
+    assert whole.text == SAID
+    assert [entry for delta in whole.deltas for entry in delta.logprobs] == [likelihoods(t) for t in whole.token_ids]
+    assert cut.text == SAID[: SAID.index("steady")]
+    assert short.text == SAID[:7]
+
+
+async def test_more_tokens_in_a_step_than_the_answer_has_room_for_are_garbage(world: Any) -> None:
+    async def too_many(engine: Any, stream: Any, submit: Any) -> None:
+        stream.steps += 1
+        stream.raw(stream.steps, [submit.slot] * 3, engine.rest(submit)[:3])
+
+    await world.engine("e-1", too_many)
+    await world.engine("e-2", say_three_a_step)
+    client = await world.gateway()
+
+    heard = await client.generate("Say it.", max_tokens=2)
+
+    assert heard.text == SAID[:2]
+    assert heard.finished[0].attempts == 2

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from opentelemetry import trace
 
-from headrace.api.control.v1 import intent_pb2
+from headrace.api.common.v1 import answer_pb2
 from headrace.base.deadline import Deadline
 from headrace.base.errors import HeadraceError, InvalidRequest
 from headrace.gateway import metrics
 from headrace.gateway.adapters.catalog import Catalog
 from headrace.gateway.answer import Answer, Event, Means
 from headrace.gateway.core.ask import Ask, ChatPrompt, Prompt
+from headrace.gateway.core.principal import Principal
 from headrace.gateway.core.progress import Progress, Trail
-from headrace.gateway.core.sampling_check import check_sampling
-from headrace.gateway.core.validation import check_ask, check_length, check_model, granted_max_tokens, prompt_field
+from headrace.gateway.core.validation import check_ask, check_length, check_model, prompt_field
 from headrace.gateway.fleet import Order
+from headrace.gateway.identity.identity import Identity
+from headrace.gateway.identity.tenants import Tenants
+from headrace.gateway.ledger import Ledger
 from headrace.gateway.model import Model
+from headrace.gateway.ordering import filled, longest_answer, policy_request, seed_of, ticket_for, wanted_sampling
+from headrace.gateway.policies import Policies
+from headrace.gateway.queue import RequestQueues
+from headrace.gateway.quota import Quotas
+from headrace.gateway.usage import Usage
 from headrace.observe.tracing import get_tracer
 from headrace.rpc.context import CallContext
 
@@ -37,7 +44,13 @@ _REPLY_RESERVE_S = 0.01
 class Admission:
     """What all requests share, and the one function that takes each from its arrival to its end."""
 
+    identity: Identity
     catalog: Catalog
+    tenants: Tenants
+    policies: Policies
+    quotas: Quotas
+    queues: RequestQueues
+    ledger: Ledger
     means: Means
 
     async def answer(
@@ -46,29 +59,76 @@ class Admission:
         """Serve one request: started, deltas, finished; raises the error that the client is to hear."""
         admitted_at = time.monotonic()
         with _counted(method) as outcome:
-            key = self.catalog.authenticate(call.metadata)
-            ask = parse(request)
-            deadline = Deadline(call.deadline.at - _REPLY_RESERVE_S)
-            model, prompt_ids = await self._tokenized(ask, key, deadline)
-            order = _order(ask, model, key, len(prompt_ids), call, deadline)
-            trail = Trail()
-            answers = [
-                Progress(
-                    prompt_ids=prompt_ids,
-                    max_tokens=order.max_tokens,
-                    admitted_at=admitted_at,
-                    index=index,
-                    place_wait_left_s=self.means.settings.place_wait_s,
-                    trail=trail,
-                )
-                for index in range(order.sampling.n or 1)
-            ]
-            self.means.budget.note_request(admitted_at)
-            answer = Answer(order, answers, model, self.means, traceparent=call.traceparent)
-            async with aclosing(answer.events()) as events:
-                async for event in events:
-                    yield event
+            order, prompt_ids, usage = await self._admitted(request, parse, call)
+            with usage.request():
+                answer = self._answer(order, prompt_ids, admitted_at, call)
+                async with aclosing(answer.events()) as events:
+                    async for event in events:
+                        if isinstance(event, answer_pb2.AnswerFinished):
+                            usage.answered(event.usage.completion_tokens)
+                        yield event
             outcome.reason = answer.finish_reason.value
+
+    async def _admitted(
+        self, request: Request, parse: Callable[[Request], Ask], call: CallContext
+    ) -> tuple[Order, tuple[int, ...], Usage]:
+        """Who asks, whether that may be asked, and its share of the tenant's limits; nothing waits after that."""
+        principal = await self.identity.authenticate(call.metadata)
+        terms = self.tenants.terms(principal.tenant)
+        ask = parse(request)
+        deadline = Deadline(call.deadline.at - _REPLY_RESERVE_S)
+        model, prompt_ids = await self._tokenized(ask, principal, deadline)
+        wanted = wanted_sampling(ask, model)
+        max_tokens = longest_answer(wanted, len(prompt_ids), model)
+        judged = policy_request(call.request_id, ask, wanted, principal, terms, model, max_tokens)
+        max_tokens = await self.policies.judged(judged, deadline)
+        tokens = len(prompt_ids) + max_tokens * (wanted.n or 1)
+        reservation = await self.quotas.reserve(terms, call.request_id, tokens)
+        least_s = self.means.settings.least_time_s
+        ticket = ticket_for(ask, principal, terms, len(prompt_ids), deadline, least_s=least_s)
+        queue = self.queues.of(ask.model)
+        account = self.ledger.open(
+            request_id=call.request_id,
+            tenant=principal.tenant,
+            credential=principal.credential,
+            model=ask.model,
+            bundle_digest=model.bundle_digest,
+            admitted_unix_ns=time.time_ns(),
+        )
+        usage = Usage(
+            account=account, reservation=reservation, queue=queue, ticket=ticket, prompt_tokens=len(prompt_ids)
+        )
+        order = Order(
+            request_id=call.request_id,
+            deployment=ask.model,
+            model=model,
+            prompt_field=prompt_field(ask.prompt),
+            tenant=principal.tenant,
+            sampling=filled(wanted, max_tokens),
+            seed=seed_of(wanted),
+            max_tokens=max_tokens,
+            deadline=deadline,
+            queue=queue,
+            ticket=ticket,
+            tally=usage,
+        )
+        return order, prompt_ids, usage
+
+    def _answer(self, order: Order, prompt_ids: tuple[int, ...], admitted_at: float, call: CallContext) -> Answer:
+        trail = Trail()
+        answers = [
+            Progress(
+                prompt_ids=prompt_ids,
+                max_tokens=order.max_tokens,
+                admitted_at=admitted_at,
+                index=index,
+                place_wait_left_s=self.means.settings.place_wait_s,
+                trail=trail,
+            )
+            for index in range(order.sampling.n or 1)
+        ]
+        self.means.budget.note_request(admitted_at)
+        return Answer(order, answers, order.model, self.means, traceparent=call.traceparent)
 
     async def tokenize(self, model: Model, prompt: Prompt) -> tuple[int, ...]:
         """The prompt's token ids, made in a thread: a long prompt takes tens of milliseconds."""
@@ -83,9 +143,9 @@ class Admission:
             span.set_attribute("gen_ai.usage.input_tokens", len(ids))
             return ids
 
-    async def _tokenized(self, ask: Ask, key: intent_pb2.ApiKey, deadline: Deadline) -> tuple[Model, tuple[int, ...]]:
+    async def _tokenized(self, ask: Ask, principal: Principal, deadline: Deadline) -> tuple[Model, tuple[int, ...]]:
         check_model(ask.model)
-        model = await self.catalog.model(ask.model, key, deadline)
+        model = await self.catalog.model(ask.model, principal, deadline)
         check_ask(ask, model.limits)
         ids = await self.tokenize(model, ask.prompt)
         check_length(prompt_field(ask.prompt), len(ids), model.limits)
@@ -94,33 +154,6 @@ class Admission:
         span.set_attribute("gen_ai.request.model", ask.model)
         span.set_attribute("gen_ai.usage.input_tokens", len(ids))
         return model, ids
-
-
-def _order(
-    ask: Ask, model: Model, key: intent_pb2.ApiKey, prompt_tokens: int, call: CallContext, deadline: Deadline
-) -> Order:
-    """What to ask of an engine: the client's sampling with every default filled in."""
-    wanted = ask.sampling.over(model.defaults)
-    check_sampling(wanted, model.limits)  # given values and defaults may contradict each other
-    max_tokens = granted_max_tokens(wanted.max_tokens, prompt_tokens, model.limits, min_tokens=wanted.min_tokens or 0)
-    sampling = replace(
-        wanted,
-        temperature=wanted.temperature or 0.0,
-        top_k=wanted.top_k or 0,
-        top_p=1.0 if wanted.top_p is None else wanted.top_p,
-        min_tokens=None if wanted.min_tokens is None else min(wanted.min_tokens, max_tokens),
-    )
-    return Order(
-        request_id=call.request_id,
-        deployment=ask.model,
-        bundle_digest=model.bundle_digest,
-        prompt_field=prompt_field(ask.prompt),
-        tenant=key.tenant,
-        sampling=sampling,
-        seed=secrets.randbits(63) if wanted.seed is None else wanted.seed,
-        max_tokens=max_tokens,
-        deadline=deadline,
-    )
 
 
 @dataclass(slots=True)

@@ -41,7 +41,8 @@ class AnswerSettings:
     """Limits of one request; times in seconds.
 
     `least_time_s`: with less than this left, no attempt is worth making. `place_wait_s`: longest wait in all for
-    routers to have a replica. `confirm_s`: how long the end of an answer cut at a stop text waits for the engine's
+    routers to have a replica; `resume_wait_s`: the same for an answer that has begun, whose only engine may be on its
+    way back. `confirm_s`: how long the end of an answer cut at a stop text waits for the engine's
     own account of it, about two steps.
     """
 
@@ -50,6 +51,7 @@ class AnswerSettings:
     least_time_s: float = 0.02
     confirm_s: float = 0.1
     place_wait_s: float = 2.0
+    resume_wait_s: float = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +218,9 @@ class Choice:
             fault.loss.charged = True
             self._budget.spend(now)
         self._last_fault = fault
-        if fault.fault is Fault.QUEUE_FULL:
+        if decision.action is Action.MIGRATE:
+            progress.place_wait_left_s = self._settings.resume_wait_s
+        elif fault.fault is Fault.QUEUE_FULL:
             progress.place_wait_left_s = 0.0  # the others are asked once; then the client is told to come back
 
     def _is_complete(self) -> bool:

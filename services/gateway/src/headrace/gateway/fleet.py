@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -13,17 +13,23 @@ from opentelemetry.trace import Span, use_span
 from headrace.api.engine.v1 import engine_service_pb2 as engine_pb2
 from headrace.api.routing.v1 import routing_service_pb2 as routing_pb2
 from headrace.base.deadline import Deadline
-from headrace.base.errors import Unavailable
+from headrace.base.errors import Exhausted, Unavailable
 from headrace.gateway import metrics
 from headrace.gateway.adapters.pool import AttachPool
 from headrace.gateway.adapters.routers import NO_ROUTER, Placement, Routers
 from headrace.gateway.adapters.sequence import AttachedSequence
 from headrace.gateway.adapters.wire import params_of
 from headrace.gateway.core.ask import Sampling
+from headrace.gateway.core.fair_queue import Ticket
+from headrace.gateway.core.life import Life
+from headrace.gateway.core.principal import Priority
 from headrace.gateway.core.progress import Progress
 from headrace.gateway.core.quarantine import Quarantine
 from headrace.gateway.core.recovery import SUSPICIOUS, EngineFault, Fault
-from headrace.gateway.submission import Attempt, Submission
+from headrace.gateway.model import Model
+from headrace.gateway.prefixes import SHARED_DOMAIN, Prefixes
+from headrace.gateway.queue import SATURATED, RequestQueue
+from headrace.gateway.submission import Attempt, Report, Submission, Tally
 from headrace.observe.tracing import current_traceparent, get_tracer
 
 log = structlog.get_logger(__name__)
@@ -33,23 +39,43 @@ _UINT64_MAX = 2**64 - 1
 _DEFAULT_RETRY_S = 0.5
 
 
+_PRIORITIES = {
+    Priority.BATCH: engine_pb2.PRIORITY_BATCH,
+    Priority.STANDARD: engine_pb2.PRIORITY_STANDARD,
+    Priority.INTERACTIVE: engine_pb2.PRIORITY_INTERACTIVE,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """What every attempt of one request has in common.
 
     `sampling` has every default filled in; answer i of its n has seed `seed` + i. `prompt_field` is where the prompt
-    stood in the request.
+    stood in the request. `ticket` is its place in `queue`; `tally` counts what engines send for it.
     """
 
     request_id: str
     deployment: str
-    bundle_digest: str
+    model: Model
     prompt_field: str
     tenant: str
     sampling: Sampling
     seed: int
     max_tokens: int
     deadline: Deadline
+    queue: RequestQueue
+    ticket: Ticket
+    tally: Tally
+
+    @property
+    def bundle_digest(self) -> str:
+        """Bundle that the prompt was tokenized for."""
+        return self.model.bundle_digest
+
+    @property
+    def domain(self) -> str:
+        """Isolation domain of its prefixes."""
+        return SHARED_DOMAIN if self.model.shared_prefixes else self.tenant
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +90,7 @@ class Fleet:
     pool: AttachPool
     quarantine: Quarantine
     suspects: Quarantine
+    prefixes: Prefixes
 
     async def begin(self, order: Order, answers: Sequence[Progress]) -> list[Attempt]:
         """Submit the next attempt of some answers of one request, from where they stand, as one sequence each.
@@ -80,13 +107,13 @@ class Fleet:
         sequences: list[AttachedSequence] = []
         try:
             connection = await self.pool.connection(placement.engine, order.bundle_digest, order.deadline)
-            sequences = connection.submit(_message(order, answers, number, submission.span))
+            sequences = connection.submit(_message(order, answers, number, submission.span), submission)
         except EngineFault as fault:
             submission.fail(fault)
             raise
         finally:
             if not sequences:
-                submission.end()
+                submission.never_began()
         now = time.monotonic()
         for progress in answers:
             progress.note_submitted(now)
@@ -99,65 +126,99 @@ class Fleet:
         # Not the current span: a generator that is closed from another task could not take it back.
         span = get_tracer().start_span("gateway.stream", attributes={"headrace.attempt": number})
         span.set_attribute("headrace.engine_id", placement.engine.engine_id)
-        engine_id = placement.engine.engine_id
+        life = placement.engine.life
+        order.tally.attempt(number, life.engine_id, life.epoch)
 
         def blame(fault: EngineFault) -> None:
-            answers[0].trail.excluded.add(engine_id)
-            self._remember(fault.fault, engine_id)
+            answers[0].trail.excluded.add(life)
+            self._remember(fault.fault, life)
 
-        def close(outcome: str) -> None:
-            metrics.ATTEMPTS.labels(outcome).inc()
-            self.routers.release(placement, order.request_id, number)
+        def close(report: Report) -> None:
+            metrics.ATTEMPTS.labels(report.outcome).inc()
+            self.routers.release(placement, order.request_id, number, report)
 
-        return Submission(engine_id=engine_id, span=span, blame=blame, close=close, open=len(answers))
+        return Submission(
+            number=number,
+            life=life,
+            span=span,
+            blame=blame,
+            close=close,
+            tally=order.tally,
+            open=len(answers),
+            placed_at=time.monotonic(),
+        )
 
     async def _place(self, order: Order, answers: Sequence[Progress], number: int) -> Placement:
+        """A replica: in turn for a request's first attempt; later ones have waited their turn already."""
+        with get_tracer().start_as_current_span("gateway.place", attributes={"headrace.attempt": number}) as span:
+            if number == 1:
+                placement = await order.queue.placed(order.ticket, lambda: self._patiently(order, answers, number))
+            else:
+                placement = await self._patiently(order, answers, number)
+            span.set_attribute("headrace.engine_id", placement.engine.engine_id)
+            span.set_attribute("headrace.degraded", placement.degraded)
+            return placement
+
+    async def _patiently(self, order: Order, answers: Sequence[Progress], number: int) -> Placement:
         """Ask for a replica; routers that have none say when to ask again, as long as the request may wait for one."""
         progress = answers[0]
-        with get_tracer().start_as_current_span("gateway.place", attributes={"headrace.attempt": number}) as span:
-            while True:
-                try:
-                    placement = await self._asked(order, answers, number)
-                except Unavailable as refusal:
-                    wait_s = _DEFAULT_RETRY_S if refusal.retry_after_s is None else refusal.retry_after_s
-                    refusal.retry_after_s = wait_s
-                    if wait_s > min(progress.place_wait_left_s, order.deadline.remaining_s()):
-                        raise
-                    progress.place_wait_left_s -= wait_s
-                    await asyncio.sleep(wait_s)
-                else:
-                    span.set_attribute("headrace.engine_id", placement.engine.engine_id)
-                    span.set_attribute("headrace.degraded", placement.degraded)
-                    return placement
+        while True:
+            try:
+                return await self._asked(order, answers, number)
+            except Exhausted as full:
+                if number == 1 or full.reason != SATURATED:
+                    raise
+                refusal = Unavailable(full.message, reason=full.reason, retry_after_s=full.retry_after_s)
+            except Unavailable as none:
+                refusal = none
+            wait_s = _DEFAULT_RETRY_S if refusal.retry_after_s is None else refusal.retry_after_s
+            refusal.retry_after_s = wait_s
+            if wait_s > min(progress.place_wait_left_s, order.deadline.remaining_s()):
+                raise refusal
+            progress.place_wait_left_s -= wait_s
+            await asyncio.sleep(wait_s)
 
     async def _asked(self, order: Order, answers: Sequence[Progress], number: int) -> Placement:
         now = time.monotonic()
-        barred = answers[0].trail.excluded | self.quarantine.engine_ids(now)
-        suspects = self.suspects.engine_ids(now) - barred
+        barred = answers[0].trail.excluded | self.quarantine.lives(now)
+        suspects = self.suspects.lives(now) - barred
+        question = self._question(order, answers, number)
+        question.exclusions.extend(_exclusions(barred | suspects))
         try:
-            return await self.routers.place(_question(order, answers, number, barred | suspects), order.deadline)
+            return await self.routers.place(question, order.deadline)
         except Unavailable as refusal:
             if not suspects or refusal.reason == NO_ROUTER:
                 raise
-        return await self.routers.place(_question(order, answers, number, barred), order.deadline)
+        del question.exclusions[:]
+        question.exclusions.extend(_exclusions(barred))
+        return await self.routers.place(question, order.deadline)
 
-    def _remember(self, fault: Fault, engine_id: str) -> None:
+    def _remember(self, fault: Fault, life: Life) -> None:
         if fault is Fault.GARBAGE:
-            self.quarantine.add(engine_id, time.monotonic())
+            self.quarantine.add(life, time.monotonic())
         elif fault in SUSPICIOUS:
-            self.suspects.add(engine_id, time.monotonic())
+            self.suspects.add(life, time.monotonic())
+
+    def _question(self, order: Order, answers: Sequence[Progress], number: int) -> routing_pb2.PlaceRequest:
+        token_ids = answers[0].token_ids
+        return routing_pb2.PlaceRequest(
+            request_id=order.request_id,
+            attempt=number,
+            deployment=order.deployment,
+            bundle_digest=order.bundle_digest,
+            prompt_tokens=len(token_ids),
+            max_tokens=max(progress.tokens_left for progress in answers),
+            block_hashes=self.prefixes.hashes(
+                token_ids, bundle_digest=order.bundle_digest, domain=order.domain, block_size=order.model.block_size
+            ),
+            block_size=order.model.block_size,
+            tenant=order.tenant,
+            sequences=len(answers),
+        )
 
 
-def _question(order: Order, answers: Sequence[Progress], number: int, excluded: set[str]) -> routing_pb2.PlaceRequest:
-    return routing_pb2.PlaceRequest(
-        request_id=order.request_id,
-        attempt=number,
-        deployment=order.deployment,
-        bundle_digest=order.bundle_digest,
-        prompt_tokens=len(answers[0].token_ids),
-        max_tokens=sum(progress.tokens_left for progress in answers),
-        excluded=sorted(excluded),
-    )
+def _exclusions(lives: Iterable[Life]) -> list[routing_pb2.Exclusion]:
+    return [routing_pb2.Exclusion(engine_id=life.engine_id, epoch=life.epoch) for life in sorted(lives)]
 
 
 def _message(order: Order, answers: Sequence[Progress], number: int, span: Span) -> engine_pb2.Submit:
@@ -179,6 +240,6 @@ def _message(order: Order, answers: Sequence[Progress], number: int, span: Span)
         ),
         deadline_ms=min(_UINT32_MAX, max(1, int(1000 * order.deadline.remaining_s()))),
         traceparent=traceparent,
-        isolation_domain=order.tenant,
-        priority=engine_pb2.PRIORITY_STANDARD,
+        isolation_domain=order.domain,
+        priority=_PRIORITIES[order.ticket.priority],
     )

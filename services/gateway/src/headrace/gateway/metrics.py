@@ -16,3 +16,9 @@ ATTEMPTS = counter("headrace_gateway_attempts_total", "Attempts at engines, by h
 RECOVERIES = counter("headrace_gateway_recoveries_total", "What followed failed attempts.", ("action", "reason"))
 ATTACH_CONNECTIONS = gauge("headrace_gateway_attach_connections", "Streams to engines.")
 OPEN_SLOTS = gauge("headrace_gateway_open_slots", "Sequences on those streams whose finish has not come.")
+HTTP_RESPONSES = counter(
+    "headrace_gateway_http_responses_total",
+    "HTTP requests by path and status; 499: the client left.",
+    ("path", "status"),
+)
+HTTP_SECONDS = histogram("headrace_gateway_http_seconds", "From a request's head to its end, seconds.", ("path",))

@@ -12,23 +12,33 @@ from headrace.gateway.core.sampling_check import Limits, check_sampling
 from headrace.gateway.parse import sampling_of
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
+DEFAULT_BLOCK_SIZE = 16
+"""The engine's own default."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One bundle's text side; `limits` are narrower where a deployment narrows them."""
+    """One bundle's text side; `limits` are narrower where a deployment narrows them.
+
+    `block_size` is that of its engines' KV blocks. With `shared_prefixes` its tenants meet each other's cached ones.
+    """
 
     bundle_digest: str
     tokenizer: Tokenizer
     limits: Limits
     defaults: Sampling
+    block_size: int = DEFAULT_BLOCK_SIZE
+    shared_prefixes: bool = False
 
     def narrowed(self, deployment: intent_pb2.Deployment) -> Model:
-        """This model as `deployment` serves it: its engines may be told to take less context."""
-        given = deployment.engine_settings.get("max_model_len", "")
-        asked = int(given) if given.isdecimal() else 0
-        if not 0 < asked < self.limits.max_model_len:
-            return self
-        return replace(self, limits=replace(self.limits, max_model_len=asked))
+        """This model as `deployment` serves it: its engines may be told to take less context, or other blocks."""
+        asked = _number(deployment, "max_model_len") or self.limits.max_model_len
+        return replace(
+            self,
+            limits=replace(self.limits, max_model_len=min(asked, self.limits.max_model_len)),
+            block_size=_number(deployment, "block_size") or DEFAULT_BLOCK_SIZE,
+            shared_prefixes=deployment.shared_prefixes,
+        )
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The prompt's token ids; blocks, so call it in a thread."""
@@ -38,7 +48,12 @@ class Model:
             case TokenPrompt():
                 return prompt.ids
             case ChatPrompt():
-                return tuple(self.tokenizer.encode_chat(prompt.messages))
+                return tuple(self.tokenizer.encode_chat(prompt.messages, prompt.tools or ()))
+
+
+def _number(deployment: intent_pb2.Deployment, setting: str) -> int:
+    given = deployment.engine_settings.get(setting, "")
+    return int(given) if given.isdecimal() else 0
 
 
 def load_model(bundle_digest: str, bundle: intent_pb2.Bundle) -> Model:

@@ -19,6 +19,14 @@ from headrace.gateway.core.ask import (
     TextPrompt,
     TokenPrompt,
 )
+from headrace.gateway.core.principal import Priority
+
+_PRIORITIES = {
+    pb.PRIORITY_UNSPECIFIED: None,
+    pb.PRIORITY_BATCH: Priority.BATCH,
+    pb.PRIORITY_STANDARD: Priority.STANDARD,
+    pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
+}
 
 
 def generate_ask(request: pb.GenerateRequest) -> Ask:
@@ -31,13 +39,30 @@ def generate_ask(request: pb.GenerateRequest) -> Ask:
             prompt = TokenPrompt(ids=tuple(request.token_ids.ids))
         case _:
             raise InvalidRequest("prompt", "must be given: set text or token_ids")
-    return Ask(model=request.model, prompt=prompt, sampling=sampling_of(request.sampling))
+    return Ask(
+        model=request.model,
+        prompt=prompt,
+        sampling=sampling_of(request.sampling),
+        priority=_priority(request.priority),
+    )
 
 
 def chat_ask(request: pb.ChatRequest) -> Ask:
     """What Chat asks for."""
     prompt = ChatPrompt(messages=_messages(request.messages))
-    return Ask(model=request.model, prompt=prompt, sampling=sampling_of(request.sampling))
+    return Ask(
+        model=request.model,
+        prompt=prompt,
+        sampling=sampling_of(request.sampling),
+        priority=_priority(request.priority),
+    )
+
+
+def _priority(wanted: pb.Priority.ValueType) -> Priority | None:
+    try:
+        return _PRIORITIES[wanted]
+    except KeyError:
+        raise InvalidRequest("priority", f"{int(wanted)} is no priority that this gateway knows") from None
 
 
 def countable_prompt(request: pb.CountTokensRequest) -> Prompt:

@@ -39,10 +39,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def CountTokens(self, request: pb.CountTokensRequest, context: Any) -> pb.CountTokensResponse:
         """Count the tokens of a prompt or a conversation; one beyond the context is counted, not refused."""
         call, catalog = current_call(), self._admission.catalog
-        key = catalog.authenticate(call.metadata)
+        principal = await self._admission.identity.authenticate(call.metadata)
         check_model(request.model)
         prompt = countable_prompt(request)
-        model = await catalog.model(request.model, key, call.deadline)
+        model = await catalog.model(request.model, principal, call.deadline)
         check_prompt(prompt, model.limits)
         ids = await self._admission.tokenize(model, prompt)
         return pb.CountTokensResponse(tokens=len(ids), max_model_len=model.limits.max_model_len)
@@ -50,10 +50,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         """List the deployments that the caller's key may use."""
         catalog = self._admission.catalog
-        key = catalog.authenticate(current_call().metadata)
+        principal = await self._admission.identity.authenticate(current_call().metadata)
         models = [
             pb.Model(name=name, bundle_digest=model.bundle_digest, max_model_len=model.limits.max_model_len)
-            for name, model in catalog.permitted(key)
+            for name, model in catalog.permitted(principal)
         ]
         return pb.ListModelsResponse(models=models)
 

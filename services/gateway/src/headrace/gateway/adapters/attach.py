@@ -14,8 +14,9 @@ from headrace.api.engine.v1 import engine_service_pb2_grpc as engine_grpc
 from headrace.base.channel import Keepalive
 from headrace.base.deadline import Deadline
 from headrace.base.errors import HeadraceError, StaleEpoch
-from headrace.gateway.adapters.sequence import AttachedSequence
+from headrace.gateway.adapters.sequence import AttachedSequence, Meter
 from headrace.gateway.adapters.wire import step_of
+from headrace.gateway.core.life import Life
 from headrace.gateway.core.recovery import EngineFault, Fault
 from headrace.gateway.core.slots import Slots
 from headrace.gateway.core.step import OpenSlot, violation
@@ -31,6 +32,11 @@ class EngineAddress:
     engine_id: str
     epoch: int
     address: str
+
+    @property
+    def life(self) -> Life:
+        """What its faults are held against."""
+        return Life(self.engine_id, self.epoch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +99,8 @@ class AttachConnection:
         if self._welcome is not None and self._welcome.bundle_digest != bundle_digest:
             raise EngineFault(Fault.STALE_EPOCH, f"{self.engine.engine_id} serves another bundle by now")
 
-    def submit(self, submission: engine_pb2.Submit) -> list[AttachedSequence]:
-        """Start the `sampling.n` sequences of a submission, whose slots are filled in here.
+    def submit(self, submission: engine_pb2.Submit, meter: Meter) -> list[AttachedSequence]:
+        """Start the `sampling.n` sequences of a submission, whose slots are filled in here; `meter` hears of each.
 
         EngineFault when the stream is broken.
         """
@@ -103,7 +109,7 @@ class AttachConnection:
         sampling = submission.sampling
         slots = self._slots.take(max(1, sampling.n))
         for slot in slots:
-            self._sequences[slot] = AttachedSequence(slot, self._cancel)
+            self._sequences[slot] = AttachedSequence(slot, self._cancel, meter)
             self._open[slot] = OpenSlot(room=sampling.max_tokens, logprobs=sampling.HasField("logprobs"))
         submission.slot = slots.start
         self._outgoing.put_nowait(engine_pb2.AttachRequest(submit=submission))
@@ -159,10 +165,12 @@ class AttachConnection:
             raise EngineFault(Fault.GARBAGE, f"{self.engine.engine_id}: {why}")
         self._steps = step.number
         now = time.monotonic()
-        logprobs = {entry.slot: entry.content for entry in step.logprobs}
-        for slot, token_id in zip(step.slots, step.token_ids, strict=True):
-            self._open[slot].room -= 1
-            self._sequences[slot].deliver(token_id, now, logprobs.get(slot))
+        logprobs = iter(step.logprobs)  # of the tokens whose slots asked for them, in their order
+        for slot, token_ids in step.rows():
+            open_slot = self._open[slot]
+            open_slot.room -= len(token_ids)
+            said = [next(logprobs).content for _ in token_ids] if open_slot.logprobs else ()
+            self._sequences[slot].deliver(token_ids, now, said)
         for finish in step.finishes:
             self._release(finish.slot).end(finish)
 

@@ -1,9 +1,8 @@
-"""Who may enter and what is served, as etcd said last: API keys, deployments, bundles and their loaded models."""
+"""What is served, as etcd said last: deployments, bundles and their loaded models."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
 import structlog
 
@@ -16,17 +15,16 @@ from headrace.base.errors import (
     HeadraceError,
     NotFound,
     StartError,
-    Unauthenticated,
     Unavailable,
 )
 from headrace.bundle import intent, keys
 from headrace.coord.etcd.client import EtcdClient
 from headrace.coord.etcd.watch import PrefixMap
+from headrace.gateway.core.principal import Principal
 from headrace.gateway.model import Model, load_model
 
 log = structlog.get_logger(__name__)
 
-_BEARER = "bearer "
 _LOADING_RETRY_S = 1.0
 
 
@@ -34,7 +32,6 @@ class Catalog:
     """The last known good view; it outlives etcd. `run` keeps it fresh and loads the models that deployments name."""
 
     def __init__(self, client: EtcdClient) -> None:
-        self._keys = PrefixMap(client, keys.API_KEYS)
         self._deployment_records = PrefixMap(client, keys.DEPLOYMENTS)
         self._bundle_records = PrefixMap(client, keys.BUNDLES)
         self._deployments: dict[str, intent_pb2.Deployment] = {}
@@ -43,41 +40,25 @@ class Catalog:
         self.ready = asyncio.Event()
         """Set once everything was read and the models wanted then were loaded, or could not be."""
 
-    def authenticate(self, metadata: Mapping[str, str]) -> intent_pb2.ApiKey:
-        """The API key record behind `authorization: Bearer …`; Unauthenticated without a known one."""
-        header = metadata.get("authorization", "")
-        if not header:
-            raise Unauthenticated("send your API key as `authorization: Bearer hr_…`", reason="NO_CREDENTIAL")
-        if not header.lower().startswith(_BEARER):
-            raise Unauthenticated("the authorization header must be `Bearer`, a space, and the API key")
-        hashed = intent.hash_api_key(header[len(_BEARER) :].strip())
-        record = self._keys.snapshot.get(keys.api_key_key(hashed))
-        if record is None:
-            raise Unauthenticated("this API key is not known")
-        try:
-            return intent.decode(intent_pb2.ApiKey, record)
-        except HeadraceError:
-            log.error("api_key_unreadable", hash_prefix=hashed[:8])
-            raise Unauthenticated("this API key's record cannot be read") from None
-
-    def permitted(self, key: intent_pb2.ApiKey) -> list[tuple[str, Model]]:
-        """The loaded deployments that `key` may use, sorted by name."""
+    def permitted(self, principal: Principal) -> list[tuple[str, Model]]:
+        """The loaded deployments that `principal` may use, sorted by name."""
         found = []
         for name, deployment in sorted(self._deployments.items()):
             load = self._loads.get(deployment.bundle_digest)
-            if _permits(key, name) and load is not None and _loaded(load):
+            if principal.permits(name) and _open_to(deployment, principal) and load is not None and _loaded(load):
                 found.append((name, load.result().narrowed(deployment)))
         return found
 
-    async def model(self, name: str, key: intent_pb2.ApiKey, deadline: Deadline) -> Model:
+    async def model(self, name: str, principal: Principal, deadline: Deadline) -> Model:
         """The model that deployment `name` serves, waiting for it while it loads.
 
-        Forbidden before NotFound: a restricted key learns nothing of other deployments' names.
+        Forbidden before NotFound: a restricted credential learns nothing of other deployments' names. A deployment
+        that is closed to the tenant does not exist for it.
         """
-        if not _permits(key, name):
-            raise Forbidden(f"this API key may not use {name!r}", metadata={"model": name})
+        if not principal.permits(name):
+            raise Forbidden(f"this API key or token may not use {name!r}", metadata={"model": name})
         deployment = self._deployments.get(name)
-        if deployment is None:
+        if deployment is None or not _open_to(deployment, principal):
             raise NotFound(
                 f"there is no deployment {name!r}; ListModels shows those there are", metadata={"model": name}
             )
@@ -97,7 +78,7 @@ class Catalog:
     async def run(self) -> None:
         """Follow etcd until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for records in (self._keys, self._deployment_records, self._bundle_records):
+            for records in (self._deployment_records, self._bundle_records):
                 group.create_task(records.run())
             group.create_task(self._wake_on(self._deployment_records))
             group.create_task(self._wake_on(self._bundle_records))
@@ -110,7 +91,7 @@ class Catalog:
             self._changed.set()
 
     async def _follow(self) -> None:
-        for records in (self._keys, self._deployment_records, self._bundle_records):
+        for records in (self._deployment_records, self._bundle_records):
             await records.synced.wait()
         self._refresh()
         if self._loads:
@@ -179,5 +160,5 @@ def _loaded(load: asyncio.Task[Model]) -> bool:
     return load.done() and not load.cancelled() and load.exception() is None
 
 
-def _permits(key: intent_pb2.ApiKey, deployment: str) -> bool:
-    return not key.deployments or deployment in key.deployments
+def _open_to(deployment: intent_pb2.Deployment, principal: Principal) -> bool:
+    return not deployment.tenants or principal.tenant in deployment.tenants

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from dataclasses import dataclass
 
 import structlog
@@ -14,6 +15,8 @@ from headrace.base.channel import Keepalive
 from headrace.base.deadline import Deadline
 from headrace.base.errors import DeadlinePassed, HeadraceError, InternalError, Unavailable
 from headrace.gateway.adapters.attach import EngineAddress
+from headrace.gateway.core.recovery import Fault
+from headrace.gateway.submission import CANCELLED, OK, Report
 from headrace.rpc.client import Peer
 from headrace.rpc.status import TRANSPORT
 
@@ -24,6 +27,20 @@ NO_ROUTER = "NO_ROUTER"
 
 _RELEASE_TIMEOUT_S = 1.0
 _NO_ROUTER_RETRY_S = 0.5
+
+
+_OUTCOMES = {
+    OK: routing_pb2.OUTCOME_OK,
+    CANCELLED: routing_pb2.OUTCOME_CANCELLED,
+    "DEADLINE_EXCEEDED": routing_pb2.OUTCOME_CANCELLED,
+    Fault.DEADLINE.value: routing_pb2.OUTCOME_CANCELLED,
+    Fault.REQUEST.value: routing_pb2.OUTCOME_INVALID,
+    Fault.QUEUE_FULL.value: routing_pb2.OUTCOME_BUSY,
+    Fault.UNREACHABLE.value: routing_pb2.OUTCOME_TRANSPORT,
+    Fault.BROKEN.value: routing_pb2.OUTCOME_TRANSPORT,
+    Fault.STALE_EPOCH.value: routing_pb2.OUTCOME_TRANSPORT,
+}
+"""What else an attempt can end with is the engine's own fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +86,22 @@ class Routers:
             )
         raise Unavailable("no router can be reached", reason=NO_ROUTER, retry_after_s=_NO_ROUTER_RETRY_S)
 
-    def release(self, placement: Placement, request_id: str, attempt: int) -> None:
-        """Give up a booking, in the background: one that cannot be given up expires by itself."""
+    def release(self, placement: Placement, request_id: str, attempt: int, report: Report) -> None:
+        """Give up a booking and report, in the background: a booking that cannot be given up expires by itself."""
         if self._closed:  # an answer that the drain's grace did not cover ends after this
             return
-        request = routing_pb2.ReleaseRequest(request_id=request_id, attempt=attempt)
+        first_s = 0.0 if report.first_token_at is None else report.first_token_at - report.placed_at
+        request = routing_pb2.ReleaseRequest(
+            request_id=request_id,
+            attempt=attempt,
+            outcome=_OUTCOMES.get(report.outcome, routing_pb2.OUTCOME_ENGINE_FAULT),
+            engine_id=placement.engine.engine_id,
+            epoch=placement.engine.epoch,
+            first_token_s=first_s,
+            total_s=time.monotonic() - report.placed_at,
+            output_tokens=report.output_tokens,
+            cached_tokens=report.cached_tokens,
+        )
         task = asyncio.get_running_loop().create_task(self._release(placement.router, request))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)

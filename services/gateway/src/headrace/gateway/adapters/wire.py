@@ -21,8 +21,8 @@ def step_of(step: engine_pb2.Step) -> Step:
     """The step as it stands, true or not."""
     return Step(
         number=step.step,
-        slots=step.slots,
-        token_ids=step.token_ids,
+        slots=list(step.slots),  # a list once: a message's field makes an object of each element it is asked for
+        token_ids=list(step.token_ids),
         finishes=tuple(_finish_of(finish) for finish in step.finishes),
         logprobs=tuple(_logprobs_of(entry) for entry in step.logprobs),
     )

@@ -6,6 +6,9 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
+from headrace.gateway.core.principal import Priority
+from headrace.text.tool_calls import ToolCall
+
 
 class ConstraintKind(Enum):
     """What a constraint's text is, by the protocol's names."""
@@ -64,6 +67,7 @@ class Message:
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +86,14 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """A conversation, rendered with the model's template; `field` is where it stood in the request."""
+    """A conversation, rendered with the model's template; `field` is where it stood in the request.
+
+    `tools` are those the model may call, each as OpenAI's JSON; None where the way of asking knows of no tools.
+    """
 
     messages: tuple[Message, ...]
     field: str = "messages"
+    tools: tuple[str, ...] | None = None
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -93,8 +101,14 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request for an answer."""
+    """One request for an answer.
+
+    `fallback` is what the way of asking means where the deployment has no default. Without a `priority` it has its
+    credential's own.
+    """
 
     model: str
     prompt: Prompt
     sampling: Sampling
+    fallback: Sampling = Sampling()
+    priority: Priority | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from headrace.gateway.core.life import Life
 from headrace.gateway.core.step import Finish, Likelihoods
 
 
@@ -24,7 +25,7 @@ class Trail:
     """What the answers of one request share: how many attempts were made for any of them, and who failed them."""
 
     attempts: int = 0
-    excluded: set[str] = field(default_factory=set)
+    excluded: set[Life] = field(default_factory=set)
 
     def next_attempt(self) -> int:
         """Count an attempt and return its number, from 1: no two attempts of a request have the same."""

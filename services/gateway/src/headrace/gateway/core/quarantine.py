@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from headrace.gateway.core.life import Life
+
 
 @dataclass(slots=True, kw_only=True)
 class Quarantine:
-    """Engine ids and until when each is kept out; bounded by the number of engines that ever misbehaved at once."""
+    """Until when each life is kept out; bounded by the number of engines that ever misbehaved at once."""
 
     duration_s: float = 10.0
-    _until: dict[str, float] = field(default_factory=dict)
+    _until: dict[Life, float] = field(default_factory=dict)
 
-    def add(self, engine_id: str, now: float) -> None:
-        """Keep `engine_id` out for `duration_s` from now."""
-        self._until[engine_id] = now + self.duration_s
+    def add(self, life: Life, now: float) -> None:
+        """Keep `life` out for `duration_s` from now."""
+        self._until[life] = now + self.duration_s
 
-    def engine_ids(self, now: float) -> frozenset[str]:
+    def lives(self, now: float) -> frozenset[Life]:
         """Those kept out now."""
-        self._until = {engine: until for engine, until in self._until.items() if until > now}
+        self._until = {life: until for life, until in self._until.items() if until > now}
         return frozenset(self._until)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -48,13 +48,27 @@ class SlotLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step's news: ``slots[i]`` emitted ``token_ids[i]``; `logprobs` of those that asked, in the same order."""
+    """One step's news: ``slots[i]`` emitted ``token_ids[i]``; `logprobs` of those that asked, in the same order.
+
+    A slot that emitted several tokens comes once for each, in a row.
+    """
 
     number: int
     slots: Sequence[int]
     token_ids: Sequence[int]
     finishes: Sequence[Finish] = ()
     logprobs: Sequence[SlotLogprobs] = ()
+
+    def rows(self) -> Iterator[tuple[int, Sequence[int]]]:
+        """Each slot with its tokens, in order; of columns of equal length."""
+        slots, token_ids = self.slots, self.token_ids
+        start, count = 0, len(slots)
+        while start < count:
+            slot, end = slots[start], start + 1
+            while end < count and slots[end] == slot:
+                end += 1
+            yield slot, token_ids[start:end]
+            start = end
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,16 +88,27 @@ def violation(step: Step, *, expected: int, open_slots: Mapping[int, OpenSlot], 
         return f"step {step.number} came where step {expected} was due"
     if len(step.slots) != len(step.token_ids):
         return f"{len(step.slots)} slots came with {len(step.token_ids)} tokens"
-    if len(set(step.slots)) != len(step.slots):
-        return "a slot came twice in one step"
-    for slot, token_id in zip(step.slots, step.token_ids, strict=True):
+    if max(step.token_ids, default=0) >= vocab_size:
+        beyond = next(token_id for token_id in step.token_ids if token_id >= vocab_size)
+        return f"token {beyond} is beyond the vocabulary of {vocab_size}"
+    return (
+        _slots_violation(step, open_slots)
+        or _logprobs_violation(step, open_slots)
+        or _finish_violation(step.finishes, open_slots)
+    )
+
+
+def _slots_violation(step: Step, open_slots: Mapping[int, OpenSlot]) -> str | None:
+    seen: set[int] = set()
+    for slot, token_ids in step.rows():
         if slot not in open_slots:
             return f"a token came for slot {slot}, which is not open"
-        if token_id >= vocab_size:
-            return f"token {token_id} is beyond the vocabulary of {vocab_size}"
-        if open_slots[slot].room < 1:
+        if slot in seen:
+            return f"the tokens of slot {slot} came apart"
+        seen.add(slot)
+        if open_slots[slot].room < len(token_ids):
             return f"slot {slot} went beyond its max_tokens"
-    return _logprobs_violation(step, open_slots) or _finish_violation(step.finishes, open_slots)
+    return None
 
 
 def _logprobs_violation(step: Step, open_slots: Mapping[int, OpenSlot]) -> str | None:

@@ -36,7 +36,7 @@ def check_prompt(prompt: Prompt, limits: Limits) -> None:
             check_length("prompt", len(prompt.ids), limits)
             check_ids("token_ids.ids", prompt.ids, limits)
         case ChatPrompt():
-            _check_messages(prompt.field, prompt.messages)
+            _check_messages(prompt.field, prompt.messages, ROLES if prompt.tools is None else (*ROLES, "tool"))
 
 
 def check_length(field: str, prompt_tokens: int, limits: Limits) -> None:
@@ -63,9 +63,9 @@ def prompt_field(prompt: Prompt) -> str:
     return prompt.field if isinstance(prompt, ChatPrompt) else "prompt"
 
 
-def _check_messages(field: str, messages: Sequence[Message]) -> None:
+def _check_messages(field: str, messages: Sequence[Message], roles: Sequence[str]) -> None:
     if not messages:
         raise InvalidRequest(field, "must hold at least one message")
     for index, message in enumerate(messages):
-        if message.role not in ROLES:
-            raise InvalidRequest(f"{field}[{index}].role", f"is {message.role!r}; use one of {', '.join(ROLES)}")
+        if message.role not in roles:
+            raise InvalidRequest(f"{field}[{index}].role", f"is {message.role!r}; use one of {', '.join(roles)}")

@@ -1,0 +1,97 @@
+"""What one request uses: noted where it happens, settled once everything about it has ended.
+
+A request ends for its client when the last message has left, or when the client has. What it costs is known a moment
+later: when the engines have confirmed the end of its sequences, with the tokens that were still on their way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headrace.base.errors import HeadraceError
+from headrace.gateway.core.fair_queue import Ticket
+from headrace.gateway.ledger.account import CANCELLED, INTERNAL, OK, Account
+from headrace.gateway.queue import RequestQueue
+from headrace.gateway.quota import Reservation
+
+
+class Usage:
+    """One request's account, reservation and share of the queue. Nothing here waits or fails."""
+
+    def __init__(
+        self, *, account: Account, reservation: Reservation, queue: RequestQueue, ticket: Ticket, prompt_tokens: int
+    ) -> None:
+        self._account = account
+        self._reservation = reservation
+        self._queue = queue
+        self._ticket = ticket
+        self._prompt_tokens = prompt_tokens
+        self._attempts = 0
+        self._sending = 0
+        self._received = 0
+        self._cached_noted = False
+        self._answered: int | None = None
+        self._outcome: str | None = None
+
+    @contextmanager
+    def request(self) -> Iterator[Usage]:
+        """The request, for its client; its end is noted by how the block ends."""
+        outcome = CANCELLED
+        try:
+            yield self
+            outcome = OK
+        except HeadraceError as error:
+            outcome = error.reason
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception:
+            outcome = INTERNAL
+            raise
+        finally:
+            self._outcome = outcome
+            self._settle()
+
+    def answered(self, tokens: int) -> None:
+        """The whole answer has `tokens`; what engines sent beyond a stop text is not the client's to pay."""
+        self._answered = tokens
+
+    def attempt(self, number: int, engine_id: str, epoch: int) -> None:
+        """An engine is to see the prompt."""
+        if not self._attempts:
+            self._account.prompt(self._prompt_tokens)
+        self._attempts += 1
+        self._sending += 1
+        self._account.attempt(number, engine_id, epoch)
+
+    def tokens(self, attempt: int, count: int) -> None:
+        """An engine sent `count` more."""
+        self._received += count
+        self._account.tokens(attempt, count)
+        self._queue.charge(self._ticket, output_tokens=count)
+
+    def cached(self, tokens: int) -> None:
+        """What the first engine that said so had of the prompt."""
+        if not self._cached_noted:
+            self._cached_noted = True
+            self._account.cached(min(tokens, self._prompt_tokens))
+            self._queue.charge(self._ticket, cached_tokens=min(tokens, self._prompt_tokens))
+
+    def attempt_ended(self, attempt: int, outcome: str) -> None:
+        """An engine sends nothing more for it."""
+        self._account.attempt_ended(attempt, outcome)
+        self._sending -= 1
+        self._queue.note_room()
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._outcome is None or self._sending:
+            return
+        output = self._received if self._answered is None else self._answered
+        self._account.close(self._outcome, output)
+        if self._attempts:
+            self._reservation.settle(self._prompt_tokens + output)
+        else:
+            self._reservation.void()
