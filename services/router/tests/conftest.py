@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from headrace.router.core.bookings import Bookings
-from headrace.router.core.placement import Decision, decide
+from headrace.router.core.placement import Decision
+from headrace.router.core.prefix_index import PrefixIndex
 from headrace.router.core.replica import Attempt, AttemptKey, EngineId, Phase, Rates, Replica, Unreadable
-from headrace.router.core.view import Sighting
+from headrace.router.core.router import Router
+from headrace.router.core.rules import Rules
+from headrace.router.core.view import Sighting, View
 
 DEPLOYMENT = "chat"
 BUNDLE = "sb-27"
@@ -38,6 +40,7 @@ def a_replica() -> Callable[..., Replica]:
             "block_size": 16,
             "max_model_len": 8192,
             "max_num_seqs": 32,
+            "pressure": 0.0,
             "rates": Rates(prefill_tokens_per_s=500.0, itl_s=0.022),
         }
         return Replica(engine_id=EngineId(engine_id), **{**usual, **changes})
@@ -56,7 +59,6 @@ def an_attempt() -> Callable[..., Attempt]:
             "adapter": None,
             "prompt_tokens": 140,
             "max_tokens": 80,
-            "excluded": frozenset(),
         }
         return Attempt(key=AttemptKey(request_id, number), **{**usual, **changes})
 
@@ -74,23 +76,29 @@ def a_view() -> Callable[..., dict[EngineId, Sighting]]:
 
 
 @pytest.fixture(scope="session")
-def place() -> Callable[..., Decision]:
-    """Decide at instant 0 with the default freshness bound and, unless given, no bookings and the first of equals."""
+def a_router() -> Callable[..., Router]:
+    """Build a router without a view; by default with an empty prefix index and the first of equals."""
 
-    def run(
-        sightings: Mapping[EngineId, Sighting],
-        attempt: Attempt,
-        *,
-        bookings: Bookings | None = None,
-        pick: Callable[[int], int] = lambda n: 0,
-    ) -> Decision:
-        return decide(
-            now=0.0,
-            sightings=sightings,
-            booked_on=(bookings or Bookings(longest_s=FRESHNESS_S)).on,
-            attempt=attempt,
-            freshness_s=FRESHNESS_S,
-            pick=pick,
-        )
+    def build(**changes: Any) -> Router:
+        rules = changes.pop("rules", Rules(freshness_s=FRESHNESS_S))
+        usual: dict[str, Any] = {
+            "rules_of": lambda deployment: rules,
+            "index": PrefixIndex(10_000),
+            "chance": lambda: 0.0,
+            "longest_s": FRESHNESS_S,
+        }
+        return Router(**{**usual, **changes})
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def place(a_router: Callable[..., Router]) -> Callable[..., Decision]:
+    """Decide at instant 0 by one router alone, with the default rules and, unless given, the first of equals."""
+
+    def run(sightings: Mapping[EngineId, Sighting], attempt: Attempt, **changes: Any) -> Decision:
+        router = a_router(**changes)
+        router.view = View(sightings=sightings, read_at=0.0, degraded=False)
+        return router.place(attempt, 0.0)
 
     return run

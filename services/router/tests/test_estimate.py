@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.router.core.estimate import NOTHING_BOOKED, Booked, Estimate, estimate
+from headrace.router.core.estimate import NOTHING_BOOKED, Booked, Estimate, cost_of, standing_of
 from headrace.router.core.replica import Rates
 
 
 def of(replica, attempt, booked: Booked = NOTHING_BOOKED) -> Estimate:
-    return estimate(replica, replica.rates, booked, attempt)
+    return cost_of(replica, replica.rates, attempt, standing_of(replica, replica.rates)).at(booked)
 
 
 def test_queue_prefill_and_decode_add_up_as_in_the_worked_latency_case(a_replica, an_attempt):

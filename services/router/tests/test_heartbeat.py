@@ -64,6 +64,8 @@ def test_a_rate_that_is_absent_or_impossible_is_unknown(field: str, value: float
         (record(phase=99), "phase 99 is not known"),
         (record(phase=None), "phase 0 is not known"),
         (record(free_blocks=101), "101 of 100 blocks free"),
+        (record(pressure=1.5), "pressure 1.5"),
+        (record(pressure=math.nan), "pressure nan"),
         (record(max_num_seqs=None), "ready without max_num_seqs"),
         (record(address=None, block_size=None), "ready without address, block_size"),
     ],
@@ -81,3 +83,24 @@ def test_a_warming_engine_may_not_know_its_sizes_yet():
     )
     assert isinstance(seen, Replica)
     assert seen.context_limit is None
+
+
+def test_rates_by_length_and_batch_are_taken_in_order_and_impossible_ones_left_out():
+    seen = seen_in(
+        record(
+            prefill_rates=[
+                pb.PrefillRate(tokens=1024, tokens_per_s=900.0),
+                pb.PrefillRate(tokens=256, tokens_per_s=500.0),
+                pb.PrefillRate(tokens=64, tokens_per_s=math.nan),
+            ],
+            batch_latencies=[
+                pb.BatchLatency(sequences=1, itl_ms=20.0),
+                pb.BatchLatency(sequences=4, itl_ms=0.0),
+                pb.BatchLatency(sequences=8, itl_ms=30.0),
+            ],
+        )
+    )
+    assert isinstance(seen, Replica)
+    assert seen.rates is not None
+    assert seen.rates.prefill_by_length == ((256, 500.0), (1024, 900.0))
+    assert seen.rates.itl_by_batch == ((1, 0.020), (8, 0.030))

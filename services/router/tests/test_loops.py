@@ -11,7 +11,9 @@ from headrace.api.engine.v1 import engine_service_pb2 as pb
 from headrace.base.errors import Unavailable
 from headrace.coord.redis.replica_board import Board, Record
 from headrace.router import loops
+from headrace.router.core.prefix_index import PrefixIndex
 from headrace.router.core.router import Router
+from headrace.router.core.rules import Rules
 
 
 class ScriptedBoard:
@@ -40,9 +42,10 @@ def raising(error: Exception) -> Callable[[], Board]:
 
 
 async def steps(reader: object, n: int) -> tuple[Router, list[str]]:
-    router = Router(freshness_s=10.0, pick=lambda n: 0)
+    rules = Rules(freshness_s=10.0)
+    router = Router(rules_of=lambda name: rules, index=PrefixIndex(10), chance=lambda: 0.0, longest_s=10.0)
     now = iter(range(1000))
-    loop = loops.ViewLoop(router, reader, period_s=0.1, clock=lambda: next(now) / 100)  # type: ignore[arg-type]
+    loop = loops.ViewLoop(router, reader, period_s=0.1, clock=lambda: next(now) / 100, read=lambda: None)  # type: ignore[arg-type]
     with capture_logs() as lines:
         for _ in range(n):
             await loop.step()

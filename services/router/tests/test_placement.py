@@ -9,13 +9,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.router.core.ejection import Outcome
 from headrace.router.core.eligibility import Verdict, obstacle
-from headrace.router.core.estimate import NOTHING_BOOKED, estimate
-from headrace.router.core.placement import NEAR_TIE, Placed, Reason, Refused
+from headrace.router.core.estimate import NOTHING_BOOKED, cost_of, standing_of
+from headrace.router.core.placement import Placed, Reason, Refused
+from headrace.router.core.preference import NEAR_TIE
 from headrace.router.core.replica import AttemptKey, EngineId, Phase, Rates, Unreadable
-from headrace.router.core.router import Router
+from headrace.router.core.rules import Rules
 from headrace.router.core.view import Reading, Record
 
+RULES = Rules(freshness_s=10.0)
 SLOW = Rates(prefill_tokens_per_s=250.0, itl_s=0.044)
 
 
@@ -76,7 +79,7 @@ def test_a_refusal_names_what_stands_in_the_way_of_the_compatible_replicas(
 
 
 def test_excluding_the_only_replica_is_a_refusal_of_its_own_kind(a_replica, a_view, an_attempt, place):
-    decision = place(a_view((a_replica("a"), 0.1)), an_attempt(excluded=frozenset({"a"})))
+    decision = place(a_view((a_replica("a"), 0.1)), an_attempt(excluded=frozenset({("a", 1)})))
     assert decision == Refused(reason=Reason.ALL_EXCLUDED, considered=decision.considered)
 
 
@@ -99,13 +102,15 @@ def test_an_unreadable_record_is_listed_and_never_chosen(a_view, an_attempt, pla
 def test_equal_replicas_share_by_chance(a_replica, a_view, an_attempt, place):
     fleet = a_view(*((a_replica(f"r{i}"), 0.1) for i in range(4)))
     chance = random.Random(7)
-    chosen = Counter(place(fleet, an_attempt(), pick=chance.randrange).replica.engine_id for _ in range(400))
+    chosen = Counter(place(fleet, an_attempt(), chance=chance.random).replica.engine_id for _ in range(400))
     assert all(70 <= chosen[f"r{i}"] <= 130 for i in range(4)), chosen
 
 
-def test_within_a_near_tie_the_shorter_queue_is_taken_and_then_the_emptier_batch(a_replica, a_view, an_attempt, place):
+def test_within_a_near_tie_the_sooner_first_token_is_taken_and_then_the_emptier_batch(
+    a_replica, a_view, an_attempt, place
+):
     a_little_faster = Rates(prefill_tokens_per_s=500.0, itl_s=0.0215)
-    queued = a_replica("queued", rates=a_little_faster, waiting_prefill_tokens=5)
+    queued = a_replica("queued", rates=a_little_faster, waiting_prefill_tokens=20)
     busy, quiet = a_replica("busy", running=9), a_replica("quiet", running=2)
     decision = place(a_view((queued, 0.1), (busy, 0.1), (quiet, 0.1)), an_attempt())
     totals = {c.engine_id: c.estimate.total_s for c in decision.considered}
@@ -113,42 +118,52 @@ def test_within_a_near_tie_the_shorter_queue_is_taken_and_then_the_emptier_batch
     assert decision.replica.engine_id == "quiet"
 
 
-def a_router(*replicas, freshness_s: float = 10.0, seed: int = 1) -> Router:
-    router = Router(freshness_s=freshness_s, pick=random.Random(seed).randrange)
+@pytest.fixture
+def watching(a_router):
+    """A router that has read a board with these replicas on it."""
+
+    def build(*replicas, **changes):
+        router = a_router(chance=random.Random(1).random, **changes)
+        return read(router, *replicas)
+
+    return build
+
+
+def read(router, *replicas):
     records = tuple(Record(seen=r, age_s=0.1, payload=b"") for r in replicas)
     router.observed(Reading(asked_at=0.0, records=records), 0.0)
     return router
 
 
 @pytest.mark.parametrize("max_num_seqs", [8, 32, 1024])
-def test_eight_siblings_within_one_heartbeat_period_spread_evenly(a_replica, an_attempt, max_num_seqs):
-    router = a_router(*(a_replica(f"r{i}", max_num_seqs=max_num_seqs) for i in range(4)))
+def test_eight_siblings_within_one_heartbeat_period_spread_evenly(a_replica, an_attempt, watching, max_num_seqs):
+    router = watching(*(a_replica(f"r{i}", max_num_seqs=max_num_seqs) for i in range(4)))
     chosen = Counter(router.place(an_attempt(f"s{i}"), 0.01 * i).replica.engine_id for i in range(8))
     assert sorted(chosen.values()) == [2, 2, 2, 2]
 
 
-def test_a_burst_of_64_leaves_no_two_idle_replicas_more_than_two_apart(a_replica, an_attempt):
-    router = a_router(*(a_replica(f"r{i}") for i in range(4)))
+def test_a_burst_of_64_leaves_no_two_idle_replicas_more_than_two_apart(a_replica, an_attempt, watching):
+    router = watching(*(a_replica(f"r{i}") for i in range(4)))
     chosen = Counter(router.place(an_attempt(f"s{i}"), 0.0).replica.engine_id for i in range(64))
     assert max(chosen.values()) - min(chosen.values()) <= 2
 
 
-def test_placing_the_same_attempt_again_does_not_count_it_twice(a_replica, an_attempt):
-    router = a_router(a_replica("a"))
+def test_placing_the_same_attempt_again_does_not_count_it_twice(a_replica, an_attempt, watching):
+    router = watching(a_replica("a"))
     estimates = [router.place(an_attempt("r1"), 0.0).estimate for _ in range(5)]
     assert estimates == [estimates[0]] * 5
     assert len(router.bookings) == 1
 
 
-def test_a_released_booking_no_longer_weighs(a_replica, an_attempt):
-    router = a_router(a_replica("a"))
+def test_a_released_booking_no_longer_weighs(a_replica, an_attempt, watching):
+    router = watching(a_replica("a"))
     idle = router.place(an_attempt("r1"), 0.0).estimate
-    router.release(AttemptKey("r1", 1))
+    router.ended(AttemptKey("r1", 1), EngineId("a"), 1, Outcome.OK, placed_at=0.0, now=0.0)
     assert router.place(an_attempt("r2"), 0.0).estimate == idle
 
 
-def test_nothing_is_placed_before_the_board_was_read(an_attempt):
-    router = Router(freshness_s=10.0, pick=lambda n: 0)
+def test_nothing_is_placed_before_the_board_was_read(an_attempt, a_router):
+    router = a_router()
     router.unobserved(0.0)
     assert router.place(an_attempt(), 0.0) == Refused(reason=Reason.NO_VIEW)
 
@@ -175,7 +190,7 @@ REPLICAS = st.fixed_dictionaries(
     fleet=st.lists(st.tuples(REPLICAS, st.floats(0, 20)), max_size=8),
     prompt_tokens=st.integers(1, 9000),
     max_tokens=st.integers(1, 9000),
-    excluded=st.frozensets(st.sampled_from(["r0", "r1", "r2"])),
+    excluded=st.frozensets(st.sampled_from([("r0", 0), ("r1", 1), ("r2", 9)])),
     seed=st.integers(0, 99),
 )
 def test_only_eligible_replicas_are_chosen_and_none_is_clearly_better(
@@ -183,13 +198,18 @@ def test_only_eligible_replicas_are_chosen_and_none_is_clearly_better(
 ):
     replicas = [(a_replica(f"r{i}", **changes), age_s) for i, (changes, age_s) in enumerate(fleet)]
     attempt = an_attempt(prompt_tokens=prompt_tokens, max_tokens=max_tokens, excluded=excluded)
-    decision = place(a_view(*replicas), attempt, pick=random.Random(seed).randrange)
-    eligible = {r.engine_id: r for r, age_s in replicas if obstacle(r, age_s, attempt, 10.0) is None}
+    decision = place(a_view(*replicas), attempt, chance=random.Random(seed).random)
+    eligible = {
+        r.engine_id: r
+        for r, age_s in replicas
+        if obstacle(r, age_s, attempt, RULES) is None and r.waiting < r.max_num_seqs
+    }
     assert [c.engine_id for c in decision.considered] == sorted(r.engine_id for r, _ in replicas)
     assert isinstance(decision, Placed) == bool(eligible)
     if isinstance(decision, Placed):
         assert decision.replica.engine_id in eligible
         assert decision.estimate.queue_s >= 0
-        least_s = min(estimate(r, r.rates, NOTHING_BOOKED, attempt).total_s for r in eligible.values())
+        costs = [cost_of(r, r.rates, attempt, standing_of(r, r.rates)) for r in eligible.values()]
+        least_s = min(cost.at(NOTHING_BOOKED).total_s for cost in costs)
         assert decision.estimate.total_s <= least_s * (1 + NEAR_TIE)
         assert [c.verdict for c in decision.considered].count(Verdict.CHOSEN) == 1

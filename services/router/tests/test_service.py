@@ -18,7 +18,7 @@ from headrace.api.engine.v1 import engine_service_pb2 as engine_pb
 from headrace.api.routing.v1 import routing_service_pb2 as pb
 from headrace.api.routing.v1.routing_service_pb2_grpc import RoutingServiceStub
 from headrace.base.deadline import Deadline
-from headrace.base.errors import InvalidRequest, Unavailable
+from headrace.base.errors import Exhausted, InvalidRequest, NotFound, Unavailable
 from headrace.coord.embedded import EmbeddedRedis
 from headrace.coord.redis.replica_board import ReplicaBoard
 from headrace.coord.redis.store import open_redis
@@ -70,7 +70,7 @@ class Fleet:
 
     def _heartbeat(self, engine_id: str, changes: dict[str, Any]) -> engine_pb.Heartbeat:
         usual: dict[str, Any] = {
-            "address": f"{engine_id}:7000",
+            "address": "127.0.0.1:1",
             "deployment": "chat",
             "bundle_digest": "sb-27",
             "phase": engine_pb.PHASE_READY,
@@ -122,6 +122,13 @@ class Client:
         request = pb.ReleaseRequest(request_id=request_id, attempt=attempt)
         await self.peer.unary(self._stub.Release, request, deadline=Deadline.after(5))
 
+    async def report(self, outcome: pb.ReleaseRequest) -> None:
+        await self.peer.unary(self._stub.Release, outcome, deadline=Deadline.after(5))
+
+    async def explain(self, request_id: str) -> pb.ExplainResponse:
+        request = pb.ExplainRequest(request_id=request_id)
+        return await self.peer.unary(self._stub.Explain, request, deadline=Deadline.after(5))
+
     async def replicas(self) -> dict[str, pb.Replica]:
         answer = await self.listed()
         return {r.heartbeat.engine_id: r for r in answer.replicas}
@@ -140,7 +147,8 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def a_router(url: str, **settings: Any) -> AsyncIterator[Client]:
-    app = RouterApp(RouterSettings(redis_url=url, freshness_s=FRESHNESS_S, poll_period_s=0.05, **settings))
+    usual: dict[str, Any] = {"etcd_endpoints": (), "freshness_s": FRESHNESS_S, "poll_period_s": 0.05}
+    app = RouterApp(RouterSettings(redis_url=url, **{**usual, **settings}))
     await app.start()
     running = asyncio.create_task(app.run())
     try:
@@ -183,7 +191,7 @@ async def test_a_quiet_replica_is_passed_over_as_stale_and_the_other_gets_the_re
     del fleet.engines["A"]
     await eventually(sees(client, "A", fresh=False))
     placed = await client.place("req-1842", attempt=2)
-    assert (placed.engine_id, placed.address) == ("B", "B:7000")
+    assert (placed.engine_id, placed.address) == ("B", "127.0.0.1:1")
     a, b = placed.considered
     assert (a.engine_id, a.verdict, b.verdict) == ("A", pb.VERDICT_STALE, pb.VERDICT_CHOSEN)
     assert a.age_s > FRESHNESS_S
@@ -339,6 +347,123 @@ async def test_decisions_are_counted_by_outcome_and_verdict(fleet: Fleet, client
     assert _metric("headrace_router_placements_total", outcome="placed") == placed + 1
     assert _metric("headrace_router_verdicts_total", verdict="not_ready") == not_ready + 1
     assert _metric("headrace_router_place_seconds_count") == seconds + 1
+
+
+async def test_a_router_that_starts_late_has_all_replicas_at_once(redis_server: EmbeddedRedis, fleet: Fleet):
+    names = [f"e{n}" for n in range(8)]
+    for engine_id in names:
+        fleet.set(engine_id)
+    await fleet.beat()
+    started = time.monotonic()
+    async with a_router(redis_server.url) as client:
+        await eventually(client.healthy)
+        await eventually(sees(client, *names))
+        chosen = {(await client.place(f"r{n}")).engine_id for n in range(16)}
+        assert time.monotonic() - started < 2
+    assert chosen == set(names)
+
+
+async def test_a_client_s_headers_and_fields_cannot_choose_the_policy(fleet: Fleet, client: Client):
+    fleet.set("A")
+    await eventually(sees(client, "A"))
+    request = pb.PlaceRequest(
+        request_id="r1", attempt=1, deployment="chat", bundle_digest="sb-27", prompt_tokens=9, max_tokens=9
+    )
+    headers = {"routing-strategy": "round_robin", "x-headrace-policy": "round_robin"}
+    stub: Any = RoutingServiceStub(client.peer.channel)
+    placed = await client.peer.unary(stub.Place, request, deadline=Deadline.after(5), metadata=headers)
+    assert placed.policy == pb.POLICY_LEAST_COMPLETION_TIME
+
+
+async def test_a_saturated_fleet_is_refused_over_the_wire_with_the_wait_and_free_again_after_a_release(
+    fleet: Fleet, client: Client
+):
+    fleet.set("A", max_num_seqs=1)
+    await eventually(sees(client, "A"))
+    await client.place("r1", sequences=2)
+    with pytest.raises(Exhausted) as caught:
+        await client.place("r2")
+    assert caught.value.reason == "SATURATED"
+    assert caught.value.retry_after_s > 1
+    await client.release("r1", 1)
+    assert (await client.place("r2")).engine_id == "A"
+
+
+async def test_two_deployments_have_a_saturation_of_their_own(fleet: Fleet, client: Client):
+    fleet.set("A", running=32, waiting=40)
+    fleet.set("B", deployment="other")
+    await eventually(sees(client, "A", "B"))
+
+    async def apart() -> bool:
+        return (
+            _metric("headrace_router_saturation", deployment="chat") == 1.0
+            and _metric("headrace_router_saturation", deployment="other") == 0.0
+        )
+
+    await eventually(apart)
+
+
+async def test_a_decision_is_explained_with_its_numbers_and_how_it_went(fleet: Fleet, client: Client):
+    fleet.set("A")
+    fleet.set("B", phase=engine_pb.PHASE_WARMING)
+    await eventually(sees(client, "A", "B"))
+    first = _metric("headrace_router_estimate_ratio_sum", deployment="chat", part="first_token")
+    whole = _metric("headrace_router_estimate_ratio_sum", deployment="chat", part="total")
+    placed = await client.place("told", block_hashes=b"h" * 16, block_size=16)
+    e = placed.estimate
+    outcome = pb.ReleaseRequest(
+        request_id="told",
+        attempt=1,
+        outcome=pb.OUTCOME_OK,
+        engine_id="A",
+        epoch=placed.epoch,
+        first_token_s=2 * (e.queue_s + e.prefill_s),
+        total_s=3 * (e.queue_s + e.prefill_s + e.decode_s / 2),
+        output_tokens=40,
+    )
+    await client.report(outcome)
+    (decision,) = (await client.explain("told")).decisions
+    assert decision.asked.prompt_tokens == 140
+    assert not decision.asked.block_hashes
+    assert decision.placed == placed
+    assert [c.verdict for c in decision.placed.considered] == [pb.VERDICT_CHOSEN, pb.VERDICT_NOT_READY]
+    assert decision.outcome == outcome
+    grown = _metric("headrace_router_estimate_ratio_sum", deployment="chat", part="first_token") - first
+    assert grown == pytest.approx(2.0)
+    # 40 of the 80 tokens that were estimated for.
+    grown = _metric("headrace_router_estimate_ratio_sum", deployment="chat", part="total") - whole
+    assert grown == pytest.approx(3.0)
+
+
+async def test_a_refusal_is_explained_too_and_what_is_not_remembered_is_not_found(fleet: Fleet, client: Client):
+    fleet.set("A", phase=engine_pb.PHASE_WARMING)
+    await eventually(sees(client, "A"))
+    await client.refusal(request_id="refused")
+    (decision,) = (await client.explain("refused")).decisions
+    assert decision.refusal.startswith("NONE_READY")
+    assert [c.verdict for c in decision.considered] == [pb.VERDICT_NOT_READY]
+    with pytest.raises(NotFound):
+        await client.explain("unheard-of")
+
+
+async def test_the_oldest_decisions_are_forgotten_first(redis_server: EmbeddedRedis, fleet: Fleet):
+    fleet.set("A")
+    async with a_router(redis_server.url, remembered=2) as client:
+        await eventually(sees(client, "A"))
+        for request_id in ("r1", "r2", "r3"):
+            await client.place(request_id)
+        assert len((await client.explain("r3")).decisions) == 1
+        with pytest.raises(NotFound):
+            await client.explain("r1")
+
+
+async def test_two_routers_list_each_others_bookings(redis_server: EmbeddedRedis, fleet: Fleet, client: Client):
+    fleet.set("A")
+    async with a_router(redis_server.url) as other:
+        await eventually(sees(client, "A"))
+        await eventually(sees(other, "A"))
+        await other.place("r1", sequences=3)
+        assert (await client.replicas())["A"].bookings == 3
 
 
 def _metric(name: str, **labels: str) -> float:

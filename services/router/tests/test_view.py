@@ -27,8 +27,8 @@ def test_an_age_starts_from_redis_time_and_grows_by_the_local_clock(a_replica):
 def test_without_redis_replicas_turn_stale_by_themselves_at_the_bound(a_replica):
     view = after_failure(after_reading(View(), reading(100.0, (a_replica(), 0.2))))
     assert view.degraded
-    assert view.states(109.7, BOUND_S) == {A: State.READY}
-    assert view.states(109.9, BOUND_S) == {A: State.STALE}
+    assert view.states(109.7, lambda deployment: BOUND_S) == {A: State.READY}
+    assert view.states(109.9, lambda deployment: BOUND_S) == {A: State.STALE}
 
 
 def test_a_redis_clock_set_back_does_not_make_a_known_heartbeat_younger(a_replica):
@@ -65,4 +65,6 @@ def test_a_redis_that_comes_back_empty_does_not_take_the_fleet_away_before_it_ca
 def test_an_unreadable_heartbeat_replaces_the_readable_one_before_it(a_replica):
     view = after_reading(View(), reading(100.0, (a_replica(), 0.1)))
     broken = Unreadable(engine_id=A, epoch=1, sequence=2, why="not a heartbeat message")
-    assert after_reading(view, reading(100.1, (broken, 0.0))).states(100.1, BOUND_S) == {A: State.UNREADABLE}
+    assert after_reading(view, reading(100.1, (broken, 0.0))).states(100.1, lambda deployment: BOUND_S) == {
+        A: State.UNREADABLE
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from headrace.base.errors import HeadraceError, Unavailable
 from headrace.coord.redis.replica_board import Board
@@ -22,9 +23,12 @@ READ_TIMEOUT_S = 1.0
 
 
 class ViewLoop:
-    """Keeps a router's view up to date; `first_read` is set once the board has been read."""
+    """Keeps a router's view up to date; `first_read` is set once the board has been read, `read` called each time."""
 
-    def __init__(self, router: Router, board: BoardReader, *, period_s: float, clock: Clock) -> None:
+    def __init__(
+        self, router: Router, board: BoardReader, *, period_s: float, clock: Clock, read: Callable[[], None]
+    ) -> None:
+        self._read_done = read
         self._router = router
         self._board = board
         self._period_s = period_s
@@ -50,8 +54,8 @@ class ViewLoop:
         else:
             self._succeeded(board, asked_at)
         now = self._clock()
-        metrics.show_view(self._router, now)
         self._tell_changes(now)
+        metrics.show_view(self._router, now, list(self._states.values()))
 
     async def _read(self) -> Board:
         try:
@@ -75,6 +79,7 @@ class ViewLoop:
         self._reading_works = True
         self._router.observed(self._reading(board, asked_at), self._clock())
         self.first_read.set()
+        self._read_done()
 
     def _view_age_s(self, now: float) -> float | None:
         read_at = self._router.view.read_at
@@ -102,7 +107,7 @@ class ViewLoop:
 
     def _tell_changes(self, now: float) -> None:
         """One line per replica whose state changed; None stands for "not on the board"."""
-        states = self._router.view.states(now, self._router.freshness_s)
+        states = self._router.view.states(now, lambda deployment: self._router.rules_of(deployment).freshness_s)
         for engine_id in sorted(states.keys() | self._states.keys()):
             before, after = self._states.get(engine_id), states.get(engine_id)
             if before is not after:

@@ -9,22 +9,34 @@ from opentelemetry import trace
 
 from headrace.api.routing.v1 import routing_service_pb2 as pb
 from headrace.api.routing.v1 import routing_service_pb2_grpc as rpc
+from headrace.base.errors import NotFound
 from headrace.observe.log import get_logger
 from headrace.router import metrics
 from headrace.router.adapters import wire
+from headrace.router.adapters.booker import Booker
+from headrace.router.core.candidates import Considered
+from headrace.router.core.eligibility import Verdict
 from headrace.router.core.placement import Decision, Placed, Refused
-from headrace.router.core.replica import Attempt
+from headrace.router.core.replica import Attempt, EngineId
 from headrace.router.core.router import Router
+from headrace.router.memory import Memory, Remembered
+from headrace.router.placer import Placer
 from headrace.router.ports import Clock
 
 log = get_logger(__name__)
 
+SPAN_REPLICAS = 8
+"""Replicas told of in one span; the chosen one and the candidates come first."""
+
 
 class RoutingServicer(rpc.RoutingServiceServicer):
-    """No handler waits for anything, so a decision is atomic: nothing can come between view, choice and booking."""
+    """Place waits for the booking board at most; the view, the choice and the booking are one step there."""
 
-    def __init__(self, router: Router, *, clock: Clock, retry_after_s: float) -> None:
+    def __init__(self, router: Router, booker: Booker, memory: Memory, *, clock: Clock, retry_after_s: float) -> None:
         self._router = router
+        self._booker = booker
+        self._placer = Placer(router, booker, clock=clock)
+        self._memory = memory
         self._clock = clock
         self._retry_after_s = retry_after_s
 
@@ -32,42 +44,94 @@ class RoutingServicer(rpc.RoutingServiceServicer):
         """Choose and book a replica."""
         started = time.perf_counter()
         attempt = wire.attempt(request)
-        decision = self._router.place(attempt, self._clock())
-        degraded = self._router.view.degraded
-        metrics.count_decision(decision, time.perf_counter() - started)
+        decision, degraded = await self._placer.place(attempt)
+        metrics.count_decision(decision, attempt.prompt_tokens, time.perf_counter() - started)
         _tell(attempt, decision, degraded)
+        request.ClearField("block_hashes")
+        remembered = Remembered(attempt=attempt.key.attempt, decided_unix_ns=time.time_ns(), asked=request)
+        self._memory.decided(attempt.key.request_id, remembered)
         if isinstance(decision, Refused):
-            raise wire.refusal_error(decision, attempt, degraded=degraded, retry_after_s=self._retry_after_s)
-        return wire.placed_message(decision, degraded=degraded)
+            error = wire.refusal_error(decision, attempt, degraded=degraded, retry_after_s=self._retry_after_s)
+            remembered.refusal = f"{error.reason}: {error.message}"
+            remembered.considered = decision.considered
+            raise error
+        remembered.placed = wire.placed_message(decision, degraded=degraded)
+        return remembered.placed
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
-        """End a booking early."""
-        self._router.release(wire.attempt_key(request))
+        """End a booking early, and learn from how the attempt went."""
+        key, now = wire.attempt_key(request), self._clock()
+        self._booker.release(key)
+        outcome = wire.outcome(request)
+        ejected = self._router.ended(
+            key, EngineId(request.engine_id), request.epoch, outcome, placed_at=now - request.total_s, now=now
+        )
+        if ejected:
+            metrics.count_ejection()
+            backoff_s = self._router.ejection.ejected_s(EngineId(request.engine_id), now)
+            log.warning(
+                "replica_ejected",
+                engine=request.engine_id,
+                epoch=request.epoch,
+                last=outcome.value,
+                probe_in_s=backoff_s,
+            )
+        if request.outcome != pb.OUTCOME_UNSPECIFIED:
+            metrics.compare(self._memory.ended(request).message())
         return pb.ReleaseResponse()
+
+    async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
+        """The decisions remembered about one request."""
+        decisions = self._memory.of(request.request_id)
+        if not decisions:
+            raise NotFound(f"no decision about request {request.request_id!r} is remembered here")
+        return pb.ExplainResponse(decisions=decisions)
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, context: Any) -> pb.ListReplicasResponse:
         """Show the view."""
-        return wire.list_message(self._router, self._clock())
+        sightings = self._router.view.sightings
+        seen = await self._booker.look([(i, s.seen.epoch) for i, s in sightings.items()])
+        booked = {EngineId(i): s.sequences for i, s in seen.items()}
+        return wire.list_message(self._router, self._clock(), booked)
 
 
 def _tell(attempt: Attempt, decision: Decision, degraded: bool) -> None:
     """Put the decision with its reasons into the call's span and the log: refusals at info, the rest at debug."""
-    reasons = [f"{c.engine_id}={c.verdict.value} age={c.age_s:.3f}" for c in decision.considered]
     span = trace.get_current_span()
-    span.set_attribute("headrace.attempt", attempt.key.attempt)
-    span.set_attribute("headrace.degraded", degraded)
-    span.set_attribute("headrace.considered", reasons)
-    facts = {
-        "request": attempt.key.request_id,
-        "attempt": attempt.key.attempt,
-        "degraded": degraded,
-        "considered": reasons,
-    }
+    traced, refused = span.is_recording(), isinstance(decision, Refused)
+    reasons = _reasons(decision.considered) if traced or refused else []
+    if traced:
+        span.set_attribute("headrace.attempt", attempt.key.attempt)
+        span.set_attribute("headrace.degraded", degraded)
+        span.set_attribute("headrace.considered", reasons)
+    facts = {"request": attempt.key.request_id, "attempt": attempt.key.attempt, "degraded": degraded}
     if isinstance(decision, Placed):
-        span.set_attribute("headrace.engine_id", decision.replica.engine_id)
-        span.set_attribute("headrace.estimate_s", decision.estimate.total_s)
-        log.debug(
-            "placement_decided", engine=decision.replica.engine_id, total_s=round(decision.estimate.total_s, 4), **facts
-        )
+        if traced:
+            span.set_attribute("headrace.engine_id", decision.replica.engine_id)
+            span.set_attribute("headrace.cached_tokens", decision.cached_tokens)
+            span.set_attribute("headrace.policy", decision.policy.value)
+            if decision.estimate:
+                span.set_attribute("headrace.estimate_s", decision.estimate.total_s)
+        total_s = round(decision.estimate.total_s, 4) if decision.estimate else None
+        log.debug("placement_decided", engine=decision.replica.engine_id, total_s=total_s, considered=reasons, **facts)
     else:
-        log.info("placement_refused", reason=decision.reason.value, **facts)
+        log.info("placement_refused", reason=decision.reason.value, considered=reasons, **facts)
+
+
+_FIRST_TOLD = {Verdict.CHOSEN: 0, Verdict.SLOWER: 1, Verdict.SATURATED: 2}
+
+
+def _reasons(considered: tuple[Considered, ...]) -> list[str]:
+    told = sorted(considered, key=lambda c: _FIRST_TOLD.get(c.verdict, 3))[:SPAN_REPLICAS]
+    return sorted(_reason(c) for c in told)
+
+
+def _reason(c: Considered) -> str:
+    text = f"{c.engine_id}={c.verdict.value} age={c.age_s:.3f}"
+    if c.estimate is None:
+        return text
+    e = c.estimate
+    return (
+        f"{text} queue={e.queue_s:.3f} prefill={e.prefill_s:.3f} decode={e.decode_s:.3f}"
+        f" cached={c.cached_tokens} booked={c.bookings}"
+    )

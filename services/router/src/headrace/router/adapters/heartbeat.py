@@ -45,6 +45,7 @@ def seen_in(record: BoardRecord) -> Replica | Unreadable:
         block_size=heartbeat.block_size,
         max_model_len=heartbeat.max_model_len,
         max_num_seqs=heartbeat.max_num_seqs,
+        pressure=heartbeat.pressure,
         rates=_rates(heartbeat),
     )
 
@@ -58,6 +59,8 @@ def _fault(heartbeat: pb.Heartbeat, record: BoardRecord) -> str:
         return f"filed under another replica: it names {heartbeat.engine_id!r}, epoch {heartbeat.epoch}"
     if heartbeat.phase not in _PHASES:
         return f"phase {int(heartbeat.phase)} is not known"
+    if not 0.0 <= heartbeat.pressure <= 1.0:
+        return f"pressure {heartbeat.pressure}"
     if heartbeat.free_blocks > heartbeat.total_blocks:
         return f"{heartbeat.free_blocks} of {heartbeat.total_blocks} blocks free"
     if heartbeat.phase == pb.PHASE_READY:
@@ -69,7 +72,19 @@ def _fault(heartbeat: pb.Heartbeat, record: BoardRecord) -> str:
 
 def _rates(heartbeat: pb.Heartbeat) -> Rates | None:
     # An unset field reads as 0 and is caught here, as are the results of a division gone wrong at the engine.
-    measured = (heartbeat.prefill_tokens_per_s, heartbeat.itl_ms)
-    if not all(math.isfinite(rate) and rate > 0 for rate in measured):
+    if not (_possible(heartbeat.prefill_tokens_per_s) and _possible(heartbeat.itl_ms)):
         return None
-    return Rates(prefill_tokens_per_s=heartbeat.prefill_tokens_per_s, itl_s=heartbeat.itl_ms / 1000)
+    return Rates(
+        prefill_tokens_per_s=heartbeat.prefill_tokens_per_s,
+        itl_s=heartbeat.itl_ms / 1000,
+        prefill_by_length=tuple(
+            sorted({r.tokens: r.tokens_per_s for r in heartbeat.prefill_rates if _possible(r.tokens_per_s)}.items())
+        ),
+        itl_by_batch=tuple(
+            sorted({b.sequences: b.itl_ms / 1000 for b in heartbeat.batch_latencies if _possible(b.itl_ms)}.items())
+        ),
+    )
+
+
+def _possible(rate: float) -> bool:
+    return math.isfinite(rate) and rate > 0

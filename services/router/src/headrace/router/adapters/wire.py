@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from headrace.api.engine.v1 import engine_service_pb2 as engine_pb
 from headrace.api.routing.v1 import routing_service_pb2 as pb
-from headrace.base.errors import HeadraceError, InvalidRequest, Unavailable
+from headrace.base.errors import Exhausted, Forbidden, HeadraceError, InvalidRequest, Unavailable
+from headrace.base.prefix import HASH_BYTES
+from headrace.router.core.candidates import Considered
+from headrace.router.core.ejection import Outcome
 from headrace.router.core.eligibility import Verdict
 from headrace.router.core.estimate import Estimate
-from headrace.router.core.placement import Considered, Placed, Reason, Refused
-from headrace.router.core.replica import Attempt, AttemptKey, Replica
+from headrace.router.core.placement import Placed, Reason, Refused
+from headrace.router.core.replica import Attempt, AttemptKey, EngineId, Replica
 from headrace.router.core.router import Router
-from headrace.router.core.view import Sighting, State
+from headrace.router.core.rules import Policy
+from headrace.router.core.view import Sighting
 
 _LONGEST_ID = 128
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.05, 30.0
+"""An estimate outside of these is no hint: sooner it is only asked again, later it is a guess."""
 
 _VERDICTS = {
     Verdict.CHOSEN: pb.VERDICT_CHOSEN,
@@ -24,8 +32,24 @@ _VERDICTS = {
     Verdict.CONTEXT_TOO_SMALL: pb.VERDICT_CONTEXT_TOO_SMALL,
     Verdict.EXCLUDED: pb.VERDICT_EXCLUDED,
     Verdict.UNMEASURED: pb.VERDICT_UNMEASURED,
-    # Nothing in such a record is known, its rates included.
-    Verdict.UNREADABLE: pb.VERDICT_UNMEASURED,
+    Verdict.TENANT_NOT_PERMITTED: pb.VERDICT_TENANT_NOT_PERMITTED,
+    Verdict.EJECTED: pb.VERDICT_EJECTED,
+    Verdict.SATURATED: pb.VERDICT_SATURATED,
+    Verdict.UNREADABLE: pb.VERDICT_UNREADABLE,
+}
+_POLICIES = {
+    Policy.LEAST_COMPLETION_TIME: pb.POLICY_LEAST_COMPLETION_TIME,
+    Policy.LEAST_LOADED: pb.POLICY_LEAST_LOADED,
+    Policy.ROUND_ROBIN: pb.POLICY_ROUND_ROBIN,
+}
+_OUTCOMES = {
+    pb.OUTCOME_UNSPECIFIED: Outcome.UNSAID,
+    pb.OUTCOME_OK: Outcome.OK,
+    pb.OUTCOME_CANCELLED: Outcome.CANCELLED,
+    pb.OUTCOME_BUSY: Outcome.BUSY,
+    pb.OUTCOME_INVALID: Outcome.INVALID,
+    pb.OUTCOME_TRANSPORT: Outcome.TRANSPORT,
+    pb.OUTCOME_ENGINE_FAULT: Outcome.ENGINE_FAULT,
 }
 
 _MESSAGES = {
@@ -35,7 +59,10 @@ _MESSAGES = {
     Reason.ALL_STALE: "every compatible replica's heartbeat is older than the freshness bound",
     Reason.NONE_READY: "every compatible replica is warming or draining",
     Reason.ALL_EXCLUDED: "every compatible replica has already failed this request",
+    Reason.ALL_EJECTED: "every compatible replica has failed lately and not passed a probe since",
     Reason.NONE_MEASURED: "no compatible replica has measured its speed yet",
+    Reason.TENANT_NOT_PERMITTED: "the deployment is not open to this tenant",
+    Reason.SATURATED: "every replica that could serve this has more waiting than it should",
 }
 
 
@@ -57,9 +84,6 @@ def attempt(request: pb.PlaceRequest) -> Attempt:
     for name in ("prompt_tokens", "max_tokens"):
         if getattr(request, name) == 0:
             raise InvalidRequest(name, "must be at least 1")
-    for i, engine_id in enumerate(request.excluded):
-        if not engine_id:
-            raise InvalidRequest(f"excluded[{i}]", "must not be empty")
     return Attempt(
         key=key,
         deployment=request.deployment,
@@ -67,8 +91,38 @@ def attempt(request: pb.PlaceRequest) -> Attempt:
         adapter=request.adapter or None,
         prompt_tokens=request.prompt_tokens,
         max_tokens=request.max_tokens,
-        excluded=frozenset(request.excluded),
+        sequences=request.sequences or 1,
+        excluded=_excluded(request),
+        hashes=_hashes(request),
+        block_size=request.block_size,
+        tenant=request.tenant,
     )
+
+
+def _excluded(request: pb.PlaceRequest) -> frozenset[tuple[str, int]]:
+    for i, exclusion in enumerate(request.exclusions):
+        if not exclusion.engine_id:
+            raise InvalidRequest(f"exclusions[{i}].engine_id", "must not be empty")
+    return frozenset((exclusion.engine_id, exclusion.epoch) for exclusion in request.exclusions)
+
+
+def _hashes(request: pb.PlaceRequest) -> list[bytes]:
+    """One per full block: more than the prompt has cannot be meant, and is refused rather than cut."""
+    flat = request.block_hashes
+    if not flat:
+        return []
+    if len(flat) % HASH_BYTES:
+        raise InvalidRequest("block_hashes", f"has {len(flat)} bytes, which is no multiple of {HASH_BYTES}")
+    if request.block_size == 0:
+        raise InvalidRequest("block_size", "must be at least 1 when there are block hashes")
+    if len(flat) // HASH_BYTES * request.block_size > request.prompt_tokens:
+        raise InvalidRequest("block_hashes", f"names more blocks than {request.prompt_tokens} tokens fill")
+    return [flat[i : i + HASH_BYTES] for i in range(0, len(flat), HASH_BYTES)]
+
+
+def outcome(request: pb.ReleaseRequest) -> Outcome:
+    """How the attempt went; one that we do not know says nothing."""
+    return _OUTCOMES.get(request.outcome, Outcome.UNSAID)
 
 
 def placed_message(placed: Placed, *, degraded: bool) -> pb.PlaceResponse:
@@ -77,44 +131,64 @@ def placed_message(placed: Placed, *, degraded: bool) -> pb.PlaceResponse:
         engine_id=placed.replica.engine_id,
         epoch=placed.replica.epoch,
         address=placed.replica.address,
-        estimate=_estimate(placed.estimate),
-        considered=[_considered(c) for c in placed.considered],
+        estimate=estimate_message(placed.estimate),
+        considered=[considered_message(c) for c in placed.considered],
         degraded=degraded,
+        cached_tokens=placed.cached_tokens,
+        policy=_POLICIES[placed.policy],
     )
 
 
 def refusal_error(refused: Refused, placing: Attempt, *, degraded: bool, retry_after_s: float) -> HeadraceError:
     """The error of a refusal: the client's to mend when the prompt fits nowhere, else a matter of time."""
     facts = {"verdicts": refused.counts(), "degraded": str(degraded).lower()}
-    if refused.reason is Reason.CONTEXT_EXCEEDED:
+    reason = refused.reason
+    if reason is Reason.CONTEXT_EXCEEDED:
         limit = refused.context_limit
         error = InvalidRequest(
             "prompt",
             f"has {placing.prompt_tokens} tokens; with one token of answer it must fit {limit}",
-            reason=refused.reason.value,
+            reason=reason.value,
         )
         error.metadata.update(facts, context_limit=str(limit), prompt_tokens=str(placing.prompt_tokens))
         return error
-    return Unavailable(
-        _MESSAGES[refused.reason], reason=refused.reason.value, retry_after_s=retry_after_s, metadata=facts
-    )
+    if reason is Reason.TENANT_NOT_PERMITTED:
+        return Forbidden(_MESSAGES[reason], reason=reason.value, metadata=facts)
+    if reason is Reason.SATURATED:
+        wait_s = retry_after_s if refused.wait_s is None else refused.wait_s
+        wait_s = min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, wait_s))
+        return Exhausted(_MESSAGES[reason], reason=reason.value, retry_after_s=wait_s, metadata=facts)
+    return Unavailable(_MESSAGES[reason], reason=reason.value, retry_after_s=retry_after_s, metadata=facts)
 
 
-def list_message(router: Router, now: float) -> pb.ListReplicasResponse:
-    """The whole view at `now`, by engine id; an unreadable record shows its id, epoch and sequence only."""
-    states = router.view.states(now, router.freshness_s)
+def list_message(router: Router, now: float, booked: Mapping[EngineId, int]) -> pb.ListReplicasResponse:
+    """The whole view at `now`, by engine id; an unreadable record shows its id, epoch and sequence only.
+
+    `booked` are the bookings of all routers; where it has none, this router's own are shown.
+    """
     return pb.ListReplicasResponse(
         replicas=[
-            pb.Replica(
-                heartbeat=_heartbeat(sighting),
-                age_s=sighting.age_s(now),
-                fresh=states[engine_id] not in (State.STALE, State.UNREADABLE),
-                bookings=router.bookings.on(engine_id).sequences,
-            )
+            _replica(router, sighting, now, booked.get(engine_id))
             for engine_id, sighting in sorted(router.view.sightings.items())
         ],
         degraded=router.view.degraded,
     )
+
+
+def _replica(router: Router, sighting: Sighting, now: float, booked: int | None) -> pb.Replica:
+    seen, age_s = sighting.seen, sighting.age_s(now)
+    message = pb.Replica(
+        heartbeat=_heartbeat(sighting),
+        age_s=age_s,
+        bookings=router.bookings.on(seen.engine_id).sequences if booked is None else booked,
+        indexed_blocks=router.index.indexed_blocks(seen.engine_id),
+        ejected_s=router.ejection.ejected_s(seen.engine_id, now),
+    )
+    if isinstance(seen, Replica):
+        rules = router.rules_of(seen.deployment)
+        message.fresh = age_s <= rules.freshness_s
+        message.ramp = router.slow_start.ramp(seen, rules.slow_start_s, now)
+    return message
 
 
 def _heartbeat(sighting: Sighting) -> engine_pb.Heartbeat:
@@ -124,19 +198,25 @@ def _heartbeat(sighting: Sighting) -> engine_pb.Heartbeat:
     return engine_pb.Heartbeat(engine_id=seen.engine_id, epoch=seen.epoch, sequence=seen.sequence)
 
 
-def _considered(considered: Considered) -> pb.Considered:
+def considered_message(considered: Considered) -> pb.Considered:
+    """The word about one replica."""
+    engine_id, verdict, age_s, estimate, cached_tokens, bookings, running, waiting, ramp = considered
     return pb.Considered(
-        engine_id=considered.engine_id,
-        verdict=_VERDICTS[considered.verdict],
-        age_s=considered.age_s,
-        estimate=_estimate(considered.estimate) if considered.estimate else None,
+        engine_id=engine_id,
+        verdict=_VERDICTS[verdict],
+        age_s=age_s,
+        estimate=estimate_message(estimate),
+        cached_tokens=cached_tokens,
+        bookings=bookings,
+        running=running,
+        waiting=waiting,
+        ramp=ramp,
     )
 
 
-def _estimate(estimate: Estimate) -> pb.Estimate:
-    return pb.Estimate(
-        queue_s=estimate.queue_s,
-        prefill_s=estimate.prefill_s,
-        decode_s=estimate.decode_s,
-        total_s=estimate.total_s,
-    )
+def estimate_message(estimate: Estimate | None) -> pb.Estimate | None:
+    """An estimate, with its sum."""
+    if estimate is None:
+        return None
+    queue_s, prefill_s, decode_s = estimate
+    return pb.Estimate(queue_s=queue_s, prefill_s=prefill_s, decode_s=decode_s, total_s=queue_s + prefill_s + decode_s)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from enum import Enum
 
-from headrace.router.core.replica import Attempt, Phase, Replica, Unreadable
+from headrace.router.core.replica import Attempt, EngineId, Phase, Replica, Unreadable
+from headrace.router.core.rules import Policy, Rules
 
 
 class Verdict(Enum):
@@ -12,17 +14,22 @@ class Verdict(Enum):
 
     CHOSEN = "chosen"
     SLOWER = "slower"
+    SATURATED = "saturated"
     OTHER_BUNDLE = "other_bundle"
+    TENANT_NOT_PERMITTED = "tenant_not_permitted"
     NO_ADAPTER = "no_adapter"
     CONTEXT_TOO_SMALL = "context_too_small"
     EXCLUDED = "excluded"
     STALE = "stale"
     NOT_READY = "not_ready"
+    EJECTED = "ejected"
     UNMEASURED = "unmeasured"
     UNREADABLE = "unreadable"
 
 
-def obstacle(seen: Replica | Unreadable, age_s: float, attempt: Attempt, freshness_s: float) -> Verdict | None:
+def obstacle(
+    seen: Replica | Unreadable, age_s: float, attempt: Attempt, rules: Rules, ejected: Container[EngineId] = ()
+) -> Verdict | None:
     """The first reason why `seen` must not run `attempt`; None when there is none.
 
     Lasting reasons come before passing ones: a prompt that fits nowhere is the client's to shorten, even
@@ -30,12 +37,14 @@ def obstacle(seen: Replica | Unreadable, age_s: float, attempt: Attempt, freshne
     """
     if isinstance(seen, Unreadable):
         return Verdict.UNREADABLE
-    return _lasting(seen, attempt) or _passing(seen, age_s, attempt, freshness_s)
+    return _lasting(seen, attempt, rules) or _passing(seen, age_s, attempt, rules, ejected)
 
 
-def _lasting(replica: Replica, attempt: Attempt) -> Verdict | None:
-    if (replica.deployment, replica.bundle_digest) != (attempt.deployment, attempt.bundle_digest):
+def _lasting(replica: Replica, attempt: Attempt, rules: Rules) -> Verdict | None:
+    if replica.deployment != attempt.deployment or replica.bundle_digest != attempt.bundle_digest:
         return Verdict.OTHER_BUNDLE
+    if not rules.admits(attempt.tenant):
+        return Verdict.TENANT_NOT_PERMITTED
     if attempt.adapter is not None and attempt.adapter not in replica.adapters:
         return Verdict.NO_ADAPTER
     limit = replica.context_limit
@@ -45,14 +54,19 @@ def _lasting(replica: Replica, attempt: Attempt) -> Verdict | None:
     return None
 
 
-def _passing(replica: Replica, age_s: float, attempt: Attempt, freshness_s: float) -> Verdict | None:
-    if replica.engine_id in attempt.excluded:
+def _passing(
+    replica: Replica, age_s: float, attempt: Attempt, rules: Rules, ejected: Container[EngineId]
+) -> Verdict | None:
+    if attempt.excludes(replica):
         return Verdict.EXCLUDED
     # Before the phase: what an old record says of its phase is old news too.
-    if age_s > freshness_s:
+    if age_s > rules.freshness_s:
         return Verdict.STALE
     if replica.phase is not Phase.READY:
         return Verdict.NOT_READY
-    if replica.rates is None:
+    if replica.engine_id in ejected:
+        return Verdict.EJECTED
+    # Only this policy reads the rates; unknown is never read as fast.
+    if replica.rates is None and rules.policy is Policy.LEAST_COMPLETION_TIME:
         return Verdict.UNMEASURED
     return None

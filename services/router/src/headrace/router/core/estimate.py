@@ -1,19 +1,29 @@
-"""How long an attempt would take on a replica: seconds, from the replica's own measured rates."""
+"""How long an attempt would take on a replica: seconds, from the replica's own measured rates.
+
+A `Cost` is the estimate as a function of what is booked on the replica. It is plain numbers, so that the booking board
+can evaluate it where all routers' bookings are; `headrace.coord.redis.booking_board.Terms` is the same, field by field.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from headrace.router.core.rates import itl_s, prefill_s
 from headrace.router.core.replica import Attempt, Rates, Replica
 
 TYPICAL_ANSWER_TOKENS = 128
 """Heartbeats do not say how long the running answers are. They are taken to be as long as this one may become,
 and at least this long, or a one-token request would believe that a full batch empties in one step."""
 
+SIBLING_TOKENS = 256
+"""A prefix that is being computed right now and is at least so long draws its siblings (see `Overlapped`). Shorter ones
+are computed again within the noise, and spreading wins."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Booked:
-    """What this router has sent to a replica that its heartbeat does not show yet."""
+    """What routers have sent to a replica that its heartbeat does not show yet."""
 
     sequences: int = 0
     prompt_tokens: int = 0
@@ -22,9 +32,23 @@ class Booked:
 NOTHING_BOOKED = Booked()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """Completion = queue + prefill + decode, in seconds."""
+class Overlapped(NamedTuple):
+    """How many of the prompt's tokens the replica has cached, and how many of those are only on their way.
+
+    The latter were placed a moment ago and are being computed. A sibling that goes there waits for work it needs
+    anyhow; one that goes elsewhere finishes no sooner, and the work is done twice. So that work is not counted as
+    waiting: a burst of siblings stays together until its own parts take as long as the prefix.
+    """
+
+    cached_tokens: int = 0
+    on_their_way: int = 0
+
+
+NO_OVERLAP = Overlapped()
+
+
+class Estimate(NamedTuple):
+    """Completion = queue + prefill + decode, in seconds. A tuple: a decision makes one per replica."""
 
     queue_s: float
     prefill_s: float
@@ -32,56 +56,117 @@ class Estimate:
 
     @property
     def total_s(self) -> float:
-        """What is compared."""
+        """Their sum."""
         return self.queue_s + self.prefill_s + self.decode_s
 
+    @property
+    def first_token_s(self) -> float:
+        """Until the first token, which comes out of prefill."""
+        return self.queue_s + self.prefill_s
 
-def estimate(replica: Replica, rates: Rates, booked: Booked, attempt: Attempt) -> Estimate:
-    """Estimate `attempt` on a ready `replica` whose context it fits.
+
+class Cost(NamedTuple):
+    """The estimate before anything is booked; `at` shows what each number does. Packed as it stands, hence a tuple."""
+
+    ready_s: float
+    token_s: float
+    prefill_s: float
+    itl_s: float
+    growth_s: float
+    room: float
+    full: float
+    later_tokens: float
+    neighbour_tokens: float
+    spare_blocks: float
+    block_size: float
+    total_blocks: float
+    credit_s: float
+
+    def at(self, booked: Booked) -> Estimate:
+        """The estimate behind `booked`."""
+        n, tokens = booked.sequences, booked.prompt_tokens
+        room = self.room
+        itl = self.itl_s + self.growth_s * (n if n < room else room if room > 0 else 0)
+        missing_slots = (n - room) / self.full
+        missing_blocks = (tokens / self.block_size - self.spare_blocks) / self.total_blocks
+        missing = missing_slots if missing_slots > missing_blocks else missing_blocks
+        queue_s = self.ready_s + tokens * self.token_s
+        if missing > 0:
+            queue_s += self.neighbour_tokens * itl * missing
+        return Estimate(queue_s, self.prefill_s, self.later_tokens * itl)
+
+    def crowding(self, booked: Booked) -> float:
+        """Sequences that could not start, as a share of the batch; below 0 while there is room."""
+        return (booked.sequences - self.room) / self.full
+
+    def preference(self, estimate: Estimate) -> tuple[float, float]:
+        """What is compared: completion and first token, without the wait for a prefix it shares."""
+        queue_s, prefill_s, decode_s = estimate
+        first_s = queue_s + prefill_s - min(self.credit_s, queue_s)
+        return first_s + decode_s, first_s
+
+
+class Standing(NamedTuple):
+    """What a replica's heartbeat says for every attempt of so many sequences: worked out once per heartbeat."""
+
+    context_limit: int
+    token_s: float
+    ready_s: float
+    itl_s: float
+    growth_s: float
+    room: int
+    full: int
+
+
+def standing_of(replica: Replica, rates: Rates, sequences: int = 1, ramp: float = 1.0) -> Standing:
+    """The standing of a ready `replica`, which is given `ramp` of its capacity."""
+    full = capacity(replica, ramp)
+    present = replica.running + replica.waiting
+    joined = min(present + sequences, full)
+    itl = itl_s(rates, joined, running=replica.running, full=full)
+    at_full = itl_s(rates, full, running=replica.running, full=full)
+    token_s = 1 / rates.prefill_tokens_per_s
+    return Standing(
+        context_limit=replica.context_limit or replica.max_model_len,
+        token_s=token_s,
+        ready_s=replica.waiting_prefill_tokens * token_s,
+        itl_s=itl,
+        # A larger batch that was measured to be faster was measured on another day: bookings never make it better.
+        growth_s=max(0.0, at_full - itl) / (full - joined) if full > joined else 0.0,
+        room=full - present - sequences,
+        full=full,
+    )
+
+
+def cost_of(
+    replica: Replica, rates: Rates, attempt: Attempt, standing: Standing, overlap: Overlapped = NO_OVERLAP
+) -> Cost:
+    """What `attempt` costs on a ready `replica` whose context it fits.
 
     Worked example: 60 tokens waiting at 500 tok/s (0.12 s), a prompt of 140 (0.28 s), 80 tokens at 22 ms on an
     idle batch: the first comes out of prefill, 79 × 22 ms = 1.738 s, together 2.138 s.
     """
-    itl_s = rates.itl_s * _batch_growth(replica, booked)
-    room = (replica.context_limit or replica.max_model_len) - attempt.prompt_tokens
-    answer_tokens = min(attempt.max_tokens, room)
-    neighbour_s = max(answer_tokens, TYPICAL_ANSWER_TOKENS) * itl_s
-    ahead_s = (replica.waiting_prefill_tokens + booked.prompt_tokens) / rates.prefill_tokens_per_s
-    return Estimate(
-        queue_s=ahead_s + neighbour_s * max(_missing_slots(replica, booked), _missing_blocks(replica, booked, attempt)),
-        prefill_s=attempt.prompt_tokens / rates.prefill_tokens_per_s,
-        decode_s=(answer_tokens - 1) * itl_s,
+    # At least one token is always computed: its logits are what the answer begins with.
+    uncached = max(1, attempt.prompt_tokens - overlap.cached_tokens)
+    answer_tokens = min(attempt.max_tokens, standing.context_limit - attempt.prompt_tokens)
+    tokens = replica.waiting_prefill_tokens + uncached + attempt.sequences
+    return Cost(
+        standing.ready_s,
+        standing.token_s,
+        prefill_s(rates, uncached),
+        standing.itl_s,
+        standing.growth_s,
+        standing.room,
+        standing.full,
+        answer_tokens - 1,
+        max(answer_tokens, TYPICAL_ANSWER_TOKENS),
+        replica.free_blocks - -(-tokens // replica.block_size),
+        replica.block_size,
+        replica.total_blocks,
+        overlap.on_their_way * standing.token_s if overlap.on_their_way >= SIBLING_TOKENS else 0.0,
     )
 
 
-def crowding(replica: Replica, booked: Booked) -> float:
-    """Sequences here and on their way, as a share of the batch; above 1 when some must wait."""
-    return _sequences(replica, booked) / replica.max_num_seqs
-
-
-def _sequences(replica: Replica, booked: Booked) -> int:
-    return replica.running + replica.waiting + booked.sequences
-
-
-def _batch_growth(replica: Replica, booked: Booked) -> float:
-    """How much slower a step gets than the measured one, once this and all on their way have joined the batch.
-
-    A step costs about a + b·n for n sequences: a reads the weights, b·n is per sequence. The batch limit is set
-    near where both are equal, so a full batch steps half as fast as an empty one: cost ∝ 1 + n / max_num_seqs.
-    """
-    full = replica.max_num_seqs
-    measured = min(max(replica.running, 1), full)
-    joined = min(_sequences(replica, booked) + 1, full)
-    return max(1.0, (full + joined) / (full + measured))
-
-
-def _missing_slots(replica: Replica, booked: Booked) -> float:
-    """Batch slots that must come free first, as a share of the batch: a full batch turns over once per answer."""
-    return max(0.0, (_sequences(replica, booked) + 1 - replica.max_num_seqs) / replica.max_num_seqs)
-
-
-def _missing_blocks(replica: Replica, booked: Booked, attempt: Attempt) -> float:
-    """The same for KV blocks: what the prompts ahead and this one lack, as a share of the pool."""
-    tokens = replica.waiting_prefill_tokens + booked.prompt_tokens + attempt.prompt_tokens + 1
-    lacking = -(-tokens // replica.block_size) - replica.free_blocks
-    return max(0.0, lacking / replica.total_blocks)
+def capacity(replica: Replica, ramp: float) -> int:
+    """Sequences that count as its batch limit while it is given `ramp` of its capacity."""
+    return max(1, int(replica.max_num_seqs * ramp))

@@ -1,23 +1,19 @@
-"""One decision: eligibility, then preference, and a word about every replica."""
+"""What a decision says: who runs the attempt or why nobody does, and a word about every replica looked at."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
-from headrace.router.core.eligibility import Verdict, obstacle
-from headrace.router.core.estimate import Booked, Estimate, crowding, estimate
-from headrace.router.core.replica import Attempt, EngineId, Replica, Unreadable
+from headrace.router.core.candidates import Candidate, Considered, Survey
+from headrace.router.core.eligibility import Verdict
+from headrace.router.core.estimate import Estimate
+from headrace.router.core.preference import choose
+from headrace.router.core.replica import EngineId, Replica
+from headrace.router.core.rules import Policy
 from headrace.router.core.view import Sighting
-
-NEAR_TIE = 0.05
-"""Estimates closer than this are equal for all we know: measured rates wander by about as much."""
-
-BookedOn = Callable[[EngineId], Booked]
-Pick = Callable[[int], int]
-"""Chance, handed in: an index below n, e.g. `random.Random().randrange`."""
 
 
 class Reason(Enum):
@@ -26,39 +22,41 @@ class Reason(Enum):
     NO_VIEW = "NO_VIEW"
     NO_REPLICA = "NO_REPLICA"
     NO_ADAPTER = "NO_ADAPTER"
+    TENANT_NOT_PERMITTED = "TENANT_NOT_PERMITTED"
     ALL_STALE = "ALL_STALE"
     NONE_READY = "NONE_READY"
     ALL_EXCLUDED = "ALL_EXCLUDED"
+    ALL_EJECTED = "ALL_EJECTED"
     NONE_MEASURED = "NONE_MEASURED"
     CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Considered:
-    """One replica as the decision saw it; `estimate` is None when it was not eligible."""
-
-    engine_id: EngineId
-    verdict: Verdict
-    age_s: float
-    estimate: Estimate | None = None
+    SATURATED = "SATURATED"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """`replica` runs the attempt; `considered` holds every replica known, by id."""
+    """`replica` runs the attempt; `considered` holds every replica looked at, by id.
+
+    `estimate` is None when it is not measured and the policy does not ask for it.
+    """
 
     replica: Replica
-    estimate: Estimate
+    policy: Policy
+    estimate: Estimate | None
     considered: tuple[Considered, ...]
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """Nobody runs it now. `context_limit`: the longest context among those it does not fit, if any."""
+    """Nobody runs it now. `context_limit`: the longest context among those it does not fit, if any.
+
+    `wait_s`: when all are saturated, how long the shortest queue takes by its replica's own rates.
+    """
 
     reason: Reason
     considered: tuple[Considered, ...] = ()
     context_limit: int | None = None
+    wait_s: float | None = None
 
     def counts(self) -> str:
         """Verdicts and how often, most frequent first: ``stale=2,not_ready=1``."""
@@ -69,89 +67,64 @@ class Refused:
 Decision = Placed | Refused
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    replica: Replica
-    estimate: Estimate
-    crowding: float
-
-    @property
-    def preference(self) -> tuple[float, float]:
-        return self.estimate.queue_s, self.crowding
-
-
-def decide(
-    *,
-    now: float,
-    sightings: Mapping[EngineId, Sighting],
-    booked_on: BookedOn,
-    attempt: Attempt,
-    freshness_s: float,
-    pick: Pick,
-) -> Decision:
-    """Choose the eligible replica with the least estimated completion.
-
-    Within `NEAR_TIE` of the least: the shorter queue, then the emptier batch, then chance.
-    """
-    passed_over: dict[EngineId, Considered] = {}
-    candidates: list[_Candidate] = []
-    for engine_id, sighting in sightings.items():
-        age_s = sighting.age_s(now)
-        verdict = obstacle(sighting.seen, age_s, attempt, freshness_s)
-        if verdict is None:
-            candidates.append(_candidate(sighting.seen, booked_on(engine_id), attempt))
-            verdict = Verdict.SLOWER
-        passed_over[engine_id] = Considered(engine_id=engine_id, verdict=verdict, age_s=age_s)
-    if not candidates:
-        return _refuse(_by_id(passed_over), sightings)
-    for c in candidates:
-        engine_id = c.replica.engine_id
-        passed_over[engine_id] = replace(passed_over[engine_id], estimate=c.estimate)
-    best = _best(candidates, pick)
-    chosen = best.replica.engine_id
-    passed_over[chosen] = replace(passed_over[chosen], verdict=Verdict.CHOSEN)
-    return Placed(replica=best.replica, estimate=best.estimate, considered=_by_id(passed_over))
+def decide(survey: Survey, chance: float) -> Decision:
+    """Choose by what the survey knows of bookings; what is saturated is passed over."""
+    free = []
+    for candidate in survey.candidates:
+        if candidate.verdict is Verdict.SLOWER:
+            if candidate.saturated:
+                candidate.verdict = Verdict.SATURATED
+            else:
+                free.append(candidate)
+    return placed(survey, choose(free, survey.rules.policy, chance)) if free else refused(survey)
 
 
-def _candidate(seen: Replica | Unreadable, booked: Booked, attempt: Attempt) -> _Candidate:
-    assert isinstance(seen, Replica)  # both are what eligibility has established
-    assert seen.rates is not None
-    return _Candidate(
-        replica=seen, estimate=estimate(seen, seen.rates, booked, attempt), crowding=crowding(seen, booked)
+def placed(survey: Survey, chosen: Candidate) -> Placed:
+    """The decision for one of the survey's candidates."""
+    chosen.verdict = Verdict.CHOSEN
+    return Placed(
+        replica=chosen.replica,
+        policy=survey.rules.policy,
+        estimate=chosen.estimate if chosen.replica.rates else None,
+        considered=_all_of(survey),
+        cached_tokens=chosen.overlap.cached_tokens,
     )
 
 
-def _best(candidates: Sequence[_Candidate], pick: Pick) -> _Candidate:
-    least_s = min(c.estimate.total_s for c in candidates)
-    near = [c for c in candidates if c.estimate.total_s <= least_s * (1 + NEAR_TIE)]
-    preferred = min(c.preference for c in near)
-    equal = [c for c in near if c.preference == preferred]
-    return equal[pick(len(equal))]
-
-
-def _by_id(considered: Mapping[EngineId, Considered]) -> tuple[Considered, ...]:
-    return tuple(considered[engine_id] for engine_id in sorted(considered))
+def refused(survey: Survey) -> Refused:
+    """The decision when none of the candidates can take it."""
+    considered = _all_of(survey)
+    verdicts = {c.verdict for c in considered}
+    too_small = [c.engine_id for c in considered if c.verdict is Verdict.CONTEXT_TOO_SMALL]
+    waits = [c.estimate.queue_s for c in considered if c.verdict is Verdict.SATURATED and c.estimate]
+    return Refused(
+        reason=_reason(verdicts),
+        considered=considered,
+        context_limit=_longest(too_small, survey.sightings),
+        wait_s=min(waits, default=None),
+    )
 
 
 _ONLY = {
     Verdict.STALE: Reason.ALL_STALE,
     Verdict.NOT_READY: Reason.NONE_READY,
     Verdict.EXCLUDED: Reason.ALL_EXCLUDED,
+    Verdict.EJECTED: Reason.ALL_EJECTED,
     Verdict.UNMEASURED: Reason.NONE_MEASURED,
+    Verdict.TENANT_NOT_PERMITTED: Reason.TENANT_NOT_PERMITTED,
 }
 _INCOMPATIBLE = {Verdict.OTHER_BUNDLE, Verdict.UNREADABLE, Verdict.NO_ADAPTER, Verdict.CONTEXT_TOO_SMALL}
 
 
-def _refuse(considered: tuple[Considered, ...], sightings: Mapping[EngineId, Sighting]) -> Refused:
-    verdicts = {c.verdict for c in considered}
-    too_small = [c.engine_id for c in considered if c.verdict is Verdict.CONTEXT_TOO_SMALL]
-    return Refused(
-        reason=_reason(verdicts), considered=considered, context_limit=_longest(sightings[i] for i in too_small)
-    )
+def _all_of(survey: Survey) -> tuple[Considered, ...]:
+    words = [*survey.passed_over, *(c.considered() for c in survey.candidates)]
+    return tuple(sorted(words, key=lambda c: c.engine_id))
 
 
 def _reason(verdicts: set[Verdict]) -> Reason:
     """Compatible replicas that cannot serve now, if there are any, explain it; else what makes the others unfit."""
+    if Verdict.SATURATED in verdicts:
+        return Reason.SATURATED  # all that could serve are
     compatible = verdicts - _INCOMPATIBLE
     if len(compatible) == 1:
         return _ONLY[compatible.pop()]
@@ -162,6 +135,7 @@ def _reason(verdicts: set[Verdict]) -> Reason:
     return Reason.NO_REPLICA
 
 
-def _longest(sightings: Iterable[Sighting]) -> int | None:
-    seen = [s.seen.context_limit for s in sightings if isinstance(s.seen, Replica)]
-    return max((limit for limit in seen if limit is not None), default=None)
+def _longest(engine_ids: Iterable[EngineId], sightings: Mapping[EngineId, Sighting]) -> int | None:
+    seen = [sightings[i].seen for i in engine_ids if i in sightings]
+    limits = [s.context_limit for s in seen if isinstance(s, Replica)]
+    return max((limit for limit in limits if limit is not None), default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
@@ -19,10 +20,16 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """A replica's own measured speeds; both finite and above zero."""
+    """A replica's own measured speeds; all finite and above zero.
+
+    The two scalars are means over everything. The classes, where a replica reports them, say more: (upper end in
+    uncached prompt tokens, tokens/s) and (upper end in sequences, seconds), ascending.
+    """
 
     prefill_tokens_per_s: float
     itl_s: float
+    prefill_by_length: tuple[tuple[int, float], ...] = ()
+    itl_by_batch: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +52,8 @@ class Replica:
     block_size: int
     max_model_len: int
     max_num_seqs: int
+    pressure: float
+    """How full the KV cache is for admission, 0 to 1."""
     rates: Rates | None
     """None until both are measured: unknown, which is neither fast nor slow."""
 
@@ -73,9 +82,17 @@ class AttemptKey:
     attempt: int
 
 
+ANY_EPOCH = 0
+"""In an exclusion: every life of the replica."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One attempt to place one request; sizes are at least 1."""
+    """One attempt to place one request; sizes are at least 1.
+
+    `excluded` are lives of replicas, (engine id, epoch or ANY_EPOCH). `hashes` name the prompt's full blocks of
+    `block_size` tokens, in order; none: no reuse is counted. `max_tokens` are those of each of its `sequences`.
+    """
 
     key: AttemptKey
     deployment: str
@@ -83,4 +100,13 @@ class Attempt:
     adapter: str | None
     prompt_tokens: int
     max_tokens: int
-    excluded: frozenset[str]
+    sequences: int = 1
+    excluded: frozenset[tuple[str, int]] = frozenset()
+    hashes: Sequence[bytes] = ()
+    block_size: int = 0
+    tenant: str = ""
+
+    def excludes(self, replica: Replica) -> bool:
+        """Whether this life of `replica` is excluded."""
+        named = self.excluded
+        return bool(named) and ((replica.engine_id, replica.epoch) in named or (replica.engine_id, ANY_EPOCH) in named)

@@ -6,7 +6,7 @@ local clock afterwards, so nothing needs Redis to notice that a replica has gone
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -66,9 +66,13 @@ class View:
     degraded: bool = True
     rebuilding_until: float = 0.0
 
-    def states(self, now: float, freshness_s: float) -> dict[EngineId, State]:
-        """Each replica's state at `now`."""
-        return {i: _state(s, now, freshness_s) for i, s in self.sightings.items()}
+    def states(self, now: float, freshness_of: Callable[[str], float]) -> dict[EngineId, State]:
+        """Each replica's state at `now`; `freshness_of` gives a deployment's bound."""
+        return {i: _state(s, now, freshness_of) for i, s in self.sightings.items()}
+
+    def rebuilding(self, now: float) -> bool:
+        """Whether records that are missing on the board may only be missing because Redis restarted empty."""
+        return now < self.rebuilding_until
 
 
 def after_reading(view: View, reading: Reading) -> View:
@@ -106,9 +110,9 @@ def _may_return(sighting: Sighting) -> bool:
     return isinstance(sighting.seen, Replica) and sighting.seen.phase is not Phase.DRAINING
 
 
-def _state(sighting: Sighting, now: float, freshness_s: float) -> State:
+def _state(sighting: Sighting, now: float, freshness_of: Callable[[str], float]) -> State:
     if isinstance(sighting.seen, Unreadable):
         return State.UNREADABLE
-    if sighting.age_s(now) > freshness_s:
+    if sighting.age_s(now) > freshness_of(sighting.seen.deployment):
         return State.STALE
     return State(sighting.seen.phase.value)
