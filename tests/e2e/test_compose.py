@@ -87,7 +87,7 @@ def test_each_service_of_ours_says_how_it_is_built_started_and_set_up(name: str)
     for needed in service.get("depends_on", {}):
         assert needed in SERVICES
     for volume in service.get("volumes", []):
-        assert volume.partition(":")[0] in COMPOSE["volumes"]
+        assert volume.startswith("/") or volume.partition(":")[0] in COMPOSE["volumes"]
 
 
 @pytest.mark.parametrize("name", FIVE)
@@ -217,10 +217,14 @@ class Host:
         return f"127.0.0.1:{self._ports.setdefault((name, port), free_port())}"
 
     def path(self, name: str, inside: str) -> Path:
-        """The folder here of a path inside a container: named volumes are shared, tmpfs is the service's own."""
-        mounts: dict[str, Path] = {
-            v.split(":")[1]: self._folder / "volumes" / v.split(":")[0] for v in SERVICES[name].get("volumes", [])
-        }
+        """The folder here of a path inside a container: named volumes are shared, others are its own."""
+        mounts: dict[str, Path] = {}
+        for volume in SERVICES[name].get("volumes", []):
+            source, _, target = (
+                volume.rpartition(":") if volume.count(":") < 2 else volume.rsplit(":", 1)[0].partition(":")
+            )
+            # One without a name is the container's own.
+            mounts[target] = self._folder / "volumes" / (source or f"{name}{target}")
         mounts |= {str(mount): self._folder / name / mount.strip("/") for mount in SERVICES[name].get("tmpfs", [])}
         for mount, here in mounts.items():
             if inside == mount or inside.startswith(f"{mount}/"):
@@ -234,6 +238,7 @@ class Host:
             return self._redis.url
         if text.startswith("/"):
             return str(self.path(name, text))
+        text = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", text)  # as compose reads it where the variable is not set
         text = text.replace("$$", "$")  # compose's way to write a $
 
         def local(found: re.Match[str]) -> str:

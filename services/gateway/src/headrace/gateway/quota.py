@@ -31,6 +31,9 @@ T = TypeVar("T")
 _AT_ONCE = 24
 """Reservations on their way to Redis. More of them wait for each other, and must not take that for a silent Redis."""
 
+_ANSWERS_TO_TRUST = 2
+"""Probes in a row that Redis must answer before its word counts again: by then all gateways have told it of theirs."""
+
 _MOST_PENDING = 65_536  # settles that wait for Redis, 20 MB; beyond them the oldest are dropped and counted
 
 RESERVATIONS = counter("headrace_gateway_quota_reservations_total", "Reservations asked for, by outcome.", ("outcome",))
@@ -161,7 +164,8 @@ class Quotas:
                 await self._flush()
                 await self._board.goodbye(self._gateway_id)
         except _AWAY:
-            log.warning("quota_settles_lost", count=len(self._pending))
+            if self._pending:
+                log.warning("quota_settles_lost", count=len(self._pending))
 
     async def _decided(self, claim: Claim, limits: Limits) -> tuple[Shortage | None, bool]:
         """What Redis says, or this gateway alone while Redis is away; and which of them it was."""
@@ -252,15 +256,23 @@ class Quotas:
                 await asyncio.sleep(backoff.next_s())
 
     async def _renew_forever(self) -> None:
+        heard = 0
         while True:
             try:
                 await self._renew()
-                self._note_back()
+                if self.degraded:
+                    # What was let in meanwhile must be counted there first, by the other gateways, too.
+                    await self._flush()
+                    heard += 1
+                    if heard >= _ANSWERS_TO_TRUST:
+                        self._note_back()
             except _AWAY as error:
+                heard = 0
                 self._note_away(error)
             if self.degraded:
                 await asyncio.sleep(self._times.probe_s)
                 continue
+            heard = 0
             try:
                 async with asyncio.timeout(self._times.lease_s / 3):
                     await self._away.wait()
