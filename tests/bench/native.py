@@ -25,12 +25,20 @@ from headrace.bundle.shipped import shipped_model_path
 from headrace.engine.core.sampling_plan import SamplingPlan
 from headrace.engine.core.step import SequenceSlice
 from headrace.engine.worker.backend import Backend
-from headrace.engine.worker.config import WorkerConfig
+from headrace.engine.worker.config import KvCacheDtype, WorkerConfig
 
 CONTEXT, BLOCK = 200, 16
 GREEDY = SamplingPlan(max_tokens=1)
 NATIVE = ("bfloat16", "int8", "int4")
-STEPS = {"decode 1": 30, "decode 8": 15, "decode 32": 8, "prefill 512": 1}
+# Steps of each round, by streams (and the context they are at, if not CONTEXT).
+STEPS = {
+    "decode 1": 30,
+    "decode 8": 15,
+    "decode 32": 8,
+    "decode 32 at 512": 4,
+    "decode 1 at 4000": 10,
+    "prefill 512": 1,
+}
 
 
 def load(path: Path) -> dict[str, Backend]:
@@ -44,13 +52,15 @@ def load(path: Path) -> dict[str, Backend]:
         backends[f"torch {precision}"] = load_model_backend(replace(config, precision=precision))
     for precision in NATIVE:
         backends[f"native {precision}"] = load_native_backend(replace(config, precision=precision))
+    kept = replace(config, precision="bfloat16", kv_cache_dtype=KvCacheDtype.INT8)
+    backends["native bfloat16, int8 KV"] = load_native_backend(kept)
     for backend in backends.values():
         backend.warm_up()
     return backends
 
 
 def piece(sequence: int, start: int, count: int) -> SequenceSlice:
-    blocks = -(-(CONTEXT + 64) // BLOCK) if count == 1 else -(-count // BLOCK)
+    blocks = -(-(start + count) // BLOCK)
     first = sequence * blocks
     tokens = [(17 * i + 31 * sequence) % 40_000 for i in range(start, start + count)]
     return SequenceSlice(
@@ -61,10 +71,11 @@ def piece(sequence: int, start: int, count: int) -> SequenceSlice:
 
 def step_of(kind: str) -> list[SequenceSlice]:
     """One step of `kind`. What older positions hold does not change how long it takes."""
-    name, _, number = kind.partition(" ")
+    name, number, *place = kind.split()
     if name == "prefill":
         return [piece(0, 0, int(number))]
-    return [piece(sequence, CONTEXT, 1) for sequence in range(int(number))]
+    context = int(place[1]) if place else CONTEXT
+    return [piece(sequence, context, 1) for sequence in range(int(number))]
 
 
 def milliseconds(backend: Backend, kind: str) -> float:
@@ -89,7 +100,7 @@ def compare(backends: dict[str, Backend], rounds: int, title: str) -> dict[str, 
             ratios = [base / value for base, value in zip(times["torch float32"], values, strict=True)]
             spread = f"{statistics.median(values):8.2f} ({min(values):.2f} to {max(values):.2f})"
             ratio = f"{statistics.median(ratios):5.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
-            print(f"  {kind:12} {name:16} {spread:32} {ratio}")
+            print(f"  {kind:16} {name:24} {spread:32} {ratio}")
     return found
 
 

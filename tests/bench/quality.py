@@ -1,4 +1,4 @@
-"""What bfloat16, int8 and int4 cost in quality, on the shipped model: ``python tests/bench/quality.py``.
+"""What fewer bits for weights, keys and values cost on the shipped model: ``python tests/bench/quality.py``.
 
 The text is Python's own documentation strings, in windows of 512 tokens. Against float32 in torch: perplexity, how
 often the likeliest next token is the same with the same text before it, and how many tokens of a free greedy answer
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import itertools
 import json
 import math
 import statistics
@@ -23,7 +24,7 @@ from headrace.engine.core.step import SequenceSlice
 from headrace.engine.worker.backend import Backend
 from headrace.engine.worker.backend_model import load_model_backend
 from headrace.engine.worker.backend_native import load_native_backend
-from headrace.engine.worker.config import WorkerConfig
+from headrace.engine.worker.config import KvCacheDtype, WorkerConfig
 from headrace.text.tokenizer import load_tokenizer
 
 WINDOW, ANSWER, BLOCK = 512, 64, 16
@@ -113,20 +114,20 @@ def main() -> None:
     reference = read(load_model_backend(config), texts)
     print(f"{len(texts)} windows of {WINDOW} tokens; torch float32: perplexity {reference.perplexity:.3f}")
     result: dict[str, dict[str, float]] = {"float32": {"perplexity": reference.perplexity}}
-    for precision in ("bfloat16", "int8", "int4"):
-        backend = load_native_backend(replace(config, precision=precision))
-        reading = read(backend, texts)
+    for precision, kept in itertools.product(("bfloat16", "int8", "int4"), KvCacheDtype):
+        name = precision if kept is KvCacheDtype.AUTO else f"{precision}, int8 KV"
+        reading = read(load_native_backend(replace(config, precision=precision, kv_cache_dtype=kept)), texts)
         same = [a == b for a, b in zip(reading.likeliest, reference.likeliest, strict=True)]
         lengths = [agreed(a, b) for a, b in zip(reading.answers, reference.answers, strict=True)]
-        result[precision] = {
+        result[name] = {
             "perplexity": reading.perplexity,
             "ratio": reading.perplexity / reference.perplexity,
             "same likeliest token": statistics.fmean(same),
             "agreeing tokens of a greedy answer": statistics.fmean(lengths),
         }
         print(
-            f"native {precision:9} perplexity {reading.perplexity:.3f}"
-            f" ({100 * (result[precision]['ratio'] - 1):+.2f} %),"
+            f"native {name:17} perplexity {reading.perplexity:.3f}"
+            f" ({100 * (result[name]['ratio'] - 1):+.2f} %),"
             f" same likeliest token {100 * statistics.fmean(same):.1f} %,"
             f" {statistics.fmean(lengths):.1f} of {ANSWER} greedy tokens agree"
         )

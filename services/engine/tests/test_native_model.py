@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import subprocess
 import sys
@@ -26,10 +27,11 @@ from headrace.engine.models.loader import load_model, open_checkpoint
 from headrace.engine.models.weights import load_weights
 from headrace.engine.packed import cache
 from headrace.engine.packed.file import Damaged, open_file
+from headrace.engine.packed.pruning import MOST_BYTES_VARIABLE
 from headrace.engine.worker.assembly import assemble
 from headrace.engine.worker.backend import Backend, TokenMask
 from headrace.engine.worker.backend_native import NativeBackend, NotNative, load_native_backend
-from headrace.engine.worker.config import WorkerConfig
+from headrace.engine.worker.config import KvCacheDtype, WorkerConfig
 
 try:
     load_library()
@@ -139,12 +141,20 @@ def expected_logprobs(path: Path, known: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("precision", "least"), [("bfloat16", 0.9995), ("int8", 0.998), ("int4", 0.93)])
-def test_a_model_says_what_the_plain_decoder_says(tmp_path: Path, name: str, precision: str, least: float) -> None:
+@pytest.mark.parametrize(
+    ("precision", "kept", "least"),
+    [
+        ("bfloat16", KvCacheDtype.AUTO, 0.9995), ("bfloat16", KvCacheDtype.INT8, 0.999),
+        ("int8", KvCacheDtype.AUTO, 0.998), ("int4", KvCacheDtype.AUTO, 0.95),
+    ],
+)  # fmt: skip
+def test_a_model_says_what_the_plain_decoder_says(
+    tmp_path: Path, name: str, precision: str, kept: KvCacheDtype, least: float
+) -> None:
     path = write_model(tmp_path / "model", MODELS[name])
     known = prompt_of(75)
     expected = expected_logprobs(path, known)
-    backend = native(path, precision)
+    backend = native(path, precision, kv_cache_dtype=kept)
     agreement = []
     for length in (1, 2, 16, 17, 31, 32, 33, 75):
         (computed,) = run(backend, piece(known[:length], plan=LOGPROBS))
@@ -152,12 +162,13 @@ def test_a_model_says_what_the_plain_decoder_says(tmp_path: Path, name: str, pre
     assert min(agreement) > least
 
 
+@pytest.mark.parametrize("kept", list(KvCacheDtype))
 @pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "qwen3, upper layer slides"])
 def test_an_answer_is_the_same_to_the_bit_in_any_batch_and_any_chunks(
-    tmp_path: Path, name: str, precision: str
+    tmp_path: Path, name: str, precision: str, kept: KvCacheDtype
 ) -> None:
-    backend = native(write_model(tmp_path / "model", MODELS[name]), precision)
+    backend = native(write_model(tmp_path / "model", MODELS[name]), precision, kv_cache_dtype=kept)
     known, others = prompt_of(50), [prompt_of(40, seed) for seed in (2, 3)]
     (alone,) = run(backend, piece(known, plan=LOGPROBS))
     run(backend, piece(known, 0, 7), piece(others[0], 0, 39, id=1))
@@ -202,8 +213,38 @@ def test_prompt_logprobs_are_those_of_each_prefix(tmp_path: Path) -> None:
         assert logprobs(prefix)[known[position]] == pytest.approx(found[position - 1].logprob, abs=1e-6)
 
 
-def test_a_copied_block_continues_as_the_original(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [
+        GREEDY, LOGPROBS, SamplingPlan(max_tokens=1, temperature=1.2, seed=5, frequency_penalty=1.5, logprobs=2),
+        SamplingPlan(max_tokens=1, temperature=0.9, top_k=20, seed=6),
+    ],
+    ids=["greedy", "logprobs", "penalised", "drawn"],
+)  # fmt: skip
+def test_guesses_change_how_many_steps_it_takes_and_nothing_else(tmp_path: Path, plan: SamplingPlan) -> None:
     backend = native(write_model(tmp_path / "model", MODELS["llama"]))
+    prompt, others = prompt_of(40), prompt_of(7, 2)
+    known, answer = list(prompt), []
+    for start in [0, *range(40, 46)]:
+        (computed,) = run(backend, replace(piece(known, start, plan=plan), prompt_length=40))
+        answer.append(computed)
+        assert computed.token_id is not None
+        known.append(computed.token_id)
+    tokens = known[40:]
+    for true in range(5):
+        guesses = tokens[1 : 1 + true] + [(tokens[1 + true] + 1) % VOCAB, 3][: 5 - true]
+        guessing = replace(
+            piece([*prompt, tokens[0], *guesses], 40, plan=plan), known_token_ids=[*prompt, tokens[0]],
+            prompt_length=40, drafted=len(guesses),
+        )  # fmt: skip
+        run(backend, piece(prompt))
+        _, found = run(backend, piece(others, id=1), guessing)
+        assert [replace(found, more=()), *found.more] == answer[1 : 2 + true]
+
+
+@pytest.mark.parametrize("kept", list(KvCacheDtype))
+def test_a_copied_block_continues_as_the_original(tmp_path: Path, kept: KvCacheDtype) -> None:
+    backend = native(write_model(tmp_path / "model", MODELS["llama"]), kv_cache_dtype=kept)
     known = prompt_of(30)
     run(backend, piece(known, 0, 29))
     backend.copy_blocks([(0, 200), (1, 7), (7, 201)])
@@ -218,6 +259,9 @@ def test_memory_is_counted_in_whole_blocks(tmp_path: Path) -> None:
     assert native(path, kv_cache_memory_bytes=14 * per_block, block_size=32).num_blocks == 7
     with pytest.raises(StartError, match=f"at least {per_block}"):
         native(path, kv_cache_memory_bytes=per_block - 1)
+    per_block = 3 * 2 * (BLOCK * (24 + 32) + 2 * BLOCK * 2)  # a byte each, and two scales for every token
+    kept = KvCacheDtype.INT8
+    assert native(path, kv_cache_memory_bytes=9 * per_block - 1, kv_cache_dtype=kept).num_blocks == 8
 
 
 def test_a_sequence_that_is_not_numbers_ends_alone_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -256,6 +300,9 @@ def test_what_the_kernels_cannot_run_goes_to_torch_or_is_refused(tmp_path: Path)
         load_native_backend(replace(config, precision="float32", block_size=16))
     with pytest.raises(StartError, match="int8 needs the native CPU kernels"):
         load_native_backend(replace(config, precision="int8"))
+    for precision in ("bfloat16", "float32"):
+        with pytest.raises(StartError, match="kv_cache_dtype=int8 needs the native CPU kernels"):
+            load_native_backend(replace(config, precision=precision, kv_cache_dtype=KvCacheDtype.INT8))
 
 
 def test_without_the_library_bfloat16_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,6 +400,24 @@ def test_engines_that_start_at_once_pack_once(tmp_path: Path) -> None:
         thread.join(60)
     assert len(started) == 2
     assert len(list(lock.parent.iterdir())) == 2  # the file and its lock
+
+
+def test_a_new_file_takes_the_room_of_idle_ones_but_not_of_a_running_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    path = write_model(tmp_path / "model", MODELS["llama"])
+    idle = native(path, "int4")
+    (idle_file,) = packed_files(tmp_path)
+    del idle
+    gc.collect()  # as if its process had ended
+    running = native(path, "int8")
+    (running_file,) = set(packed_files(tmp_path)) - {idle_file}
+    monkeypatch.setenv(MOST_BYTES_VARIABLE, "1")
+    native(path)
+    assert idle_file not in packed_files(tmp_path)
+    assert running_file in packed_files(tmp_path)
+    assert len(packed_files(tmp_path)) == 2
+    assert run(running, piece(prompt_of(5)))[0].token_id is not None
 
 
 def test_where_nothing_can_be_kept_the_model_runs_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -24,6 +25,7 @@ from headrace.base.errors import StartError
 from headrace.engine.kernels.cpu.library import Pool
 from headrace.engine.packed.file import Damaged, PackedModel, header, open_file
 from headrace.engine.packed.layout import LAYOUT_VERSION, places, sizes, unsupported
+from headrace.engine.packed.pruning import most_bytes, prune
 
 # Standard library: the worker process has no structlog, and these warnings are all that it ever logs.
 log = logging.getLogger(__name__)
@@ -90,13 +92,16 @@ def _packed(path: Path, precision: str, block_size: int, pool: Pool, file: Path 
     where = places(sizes(config, precision, pool.library))
     start = header(config, precision, where)
     size = len(start) + max(place.offset + place.size for place in where.values())
+    if file is not None:
+        prune(file.parent, wanted=size, most=most_bytes(), now=time.time())
     with _target(file, size) as descriptor:
         os.pwrite(descriptor, start, 0)
         mapped = mmap.mmap(descriptor, size)
         data = np.frombuffer(mapped, dtype=np.uint8, offset=len(start))
         pack(checkpoint, precision, pool, data, where)
         refuse_unread(path, checkpoint.unread())
-    return PackedModel(config, precision, data, where)
+    made = PackedModel(config, precision, data, where)
+    return made if file is None else _opened(file) or made
 
 
 @contextmanager
@@ -112,6 +117,7 @@ def _target(file: Path | None, size: int) -> Iterator[int]:
         return
     descriptor, beside = tempfile.mkstemp(prefix=f".{file.stem}.", dir=file.parent)
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
         os.posix_fallocate(descriptor, 0, size)  # a full disk is an error now, not a bus error later
         yield descriptor
         os.fsync(descriptor)  # a crash must not leave the name on blocks that were never written

@@ -10,7 +10,7 @@ from headrace.engine.kernels.cpu.library import MOST_GROUP, MOST_HEAD_DIM, PANEL
 from headrace.engine.models.config import ModelConfig
 
 # Written into every file. Their names carry a digest of the code too, so this one is for a file read by hand.
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 ALIGNMENT = 64
 
 FORMATS = {"bfloat16": Format.BF16, "int8": Format.INT8, "int4": Format.INT4}
@@ -92,9 +92,8 @@ def sizes(config: ModelConfig, precision: str, library: Any) -> dict[str, int]:
     if not c.tied_embeddings:
         found["embedding"] = 2 * c.vocab_size * c.hidden_size
     for matrix in matrices(config, precision):
-        shape = (matrix.format, matrix.panels, matrix.depth)
-        found[f"{matrix.name}.weights"] = library.hr_weights_bytes(*shape)
-        found[f"{matrix.name}.scales"] = library.hr_scales_bytes(*shape)
+        found[f"{matrix.name}.weights"] = library.hr_weights_bytes(matrix.format, matrix.panels, matrix.depth)
+        found[f"{matrix.name}.scales"] = library.hr_scales_bytes(matrix.format, matrix.panels)
         found[f"{matrix.name}.bias"] = 4 * PANEL * matrix.panels if matrix.bias else 0
     for i in range(c.num_layers):
         found[f"{i}.input_norm"] = found[f"{i}.mlp_norm"] = 4 * padded(c.hidden_size)

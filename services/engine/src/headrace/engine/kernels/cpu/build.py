@@ -30,8 +30,9 @@ AVX512_FLAGS = (
     "-Wno-uninitialized", "-Wno-maybe-uninitialized",
 )  # fmt: skip
 # A file compiled without its flags offers no kernels, so an older compiler still gives a library.
-X86_FLAGS = {"isa_avx512": AVX512_FLAGS, "isa_avx2": ("-mavx2", "-mfma")}
+X86_FLAGS = {"isa_avx512": AVX512_FLAGS, "isa_avx2": ("-mavx2", "-mfma", "-mf16c")}
 DEADLINE_S = 300.0
+SANITIZERS = ("address", "thread")
 
 
 class BuildError(Exception):
@@ -44,19 +45,21 @@ def find_compiler() -> str | None:
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
-def build(target: Path = LIBRARY, *, sanitize: bool = False) -> Path:
+def build(target: Path = LIBRARY, *, sanitize: str = "", program: Path | None = None) -> Path:
     """Compile all sources and put the library at `target`, whole or not at all; BuildError when that fails.
 
-    `sanitize` compiles in AddressSanitizer, for tests: the process that loads it must have preloaded its runtime.
+    For tests, `sanitize` compiles in one of SANITIZERS (a process that loads such a library must have preloaded its
+    runtime), and `program` is a source with a `main`: the target is then a program that uses the kernels.
     """
     compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler found (looked at CXX, g++, c++ and clang++)")
-    extra = ("-fsanitize=address", "-fno-omit-frame-pointer", "-g", "-O1") if sanitize else ()
+    extra = (f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-g", "-O1") if sanitize else ()
     with tempfile.TemporaryDirectory(prefix="headrace-build-") as folder:
-        objects = _compile_all(compiler, Path(folder), extra)
-        linked = Path(folder) / "linked.so"
-        _run([compiler, "-shared", "-pthread", *extra, *map(str, objects), "-o", str(linked)])
+        objects = _compile_all(compiler, Path(folder), extra, () if program is None else (program,))
+        linked = Path(folder) / "linked"
+        kind = ("-shared",) if program is None else ()
+        _run([compiler, *kind, "-pthread", *extra, *map(str, objects), "-o", str(linked)])
         target.parent.mkdir(parents=True, exist_ok=True)
         # Copied beside the target first: a running engine keeps the file that it has mapped.
         beside = target.with_name(f".{target.name}.{os.getpid()}")
@@ -65,15 +68,15 @@ def build(target: Path = LIBRARY, *, sanitize: bool = False) -> Path:
     return target
 
 
-def _compile_all(compiler: str, folder: Path, extra: Sequence[str]) -> list[Path]:
-    sources = sorted(SOURCES.glob("*.cpp"))
+def _compile_all(compiler: str, folder: Path, extra: Sequence[str], more: Sequence[Path]) -> list[Path]:
+    sources = [*sorted(SOURCES.glob("*.cpp")), *more]
     objects = [folder / f"{source.stem}.o" for source in sources]
     waiting = list(zip(sources, objects, strict=True))
     running: list[tuple[subprocess.Popen[str], Path]] = []
     while waiting or running:
         while waiting and len(running) < len(os.sched_getaffinity(0)):
             source, output = waiting.pop(0)
-            command = [compiler, *FLAGS, *_isa_flags(compiler, source.stem), *extra]
+            command = [compiler, *FLAGS, *_isa_flags(compiler, source.stem), f"-I{SOURCES}", *extra]
             running.append((_start([*command, "-c", str(source), "-o", str(output)]), source))
         process, source = running.pop(0)
         _finish(process, source.name)
@@ -113,7 +116,7 @@ def main() -> int:
     """Build; 1 and one message when that is not possible."""
     parser = argparse.ArgumentParser(description="Compile Headrace's CPU kernels.")
     parser.add_argument("--output", type=Path, default=LIBRARY, help="where to put the library")
-    parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer, for tests")
+    parser.add_argument("--sanitize", choices=SANITIZERS, default="", help="with a sanitizer, for tests")
     options = parser.parse_args()
     try:
         print(f"built {build(options.output, sanitize=options.sanitize)} for {sysconfig.get_platform()}")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from headrace.engine.kernels.cpu.build import LIBRARY
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 PANEL = 16  # columns
 PAGE = 16  # tokens
 MOST_HEAD_DIM = 256
@@ -35,6 +35,13 @@ class Format(IntEnum):
     INT8 = 1
     INT4 = 2
     FLOAT = 3
+
+
+class KvFormat(IntEnum):
+    """What the KV cache holds; see hr_kv_format."""
+
+    BF16 = 0
+    INT8 = 1
 
 
 class Finish(IntEnum):
@@ -78,7 +85,7 @@ class ModelSpec(ctypes.Structure):
     _fields_: ClassVar = [
         ("vocabulary", c_int32), ("hidden", c_int32), ("intermediate", c_int32), ("layers", c_int32),
         ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("block_size", c_int32),
-        ("blocks", c_int32), ("rms_eps", c_float), ("rope_factor", c_float), ("reserved", c_int32),
+        ("blocks", c_int32), ("rms_eps", c_float), ("rope_factor", c_float), ("kv_format", c_int32),
         ("frequencies", c_void_p), ("layer", POINTER(Layer)), ("final_norm", c_void_p), ("head", Linear),
         ("embedding", c_void_p), ("cache", c_void_p),
     ]  # fmt: skip
@@ -100,7 +107,7 @@ class Attention(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("block_size", c_int32),
-        ("window", c_int32), ("eps", c_float), ("rope_factor", c_float), ("reserved", c_int32),
+        ("window", c_int32), ("eps", c_float), ("rope_factor", c_float), ("kv_format", c_int32),
         ("qkv", c_void_p), ("head_norms", c_void_p), ("frequencies", c_void_p), ("cache", c_void_p),
         ("out", c_void_p),
     ]  # fmt: skip
@@ -113,11 +120,11 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "hr_pool_create": (c_void_p, (c_int32, c_int32)),
     "hr_pool_destroy": (None, (c_void_p,)),
     "hr_weights_bytes": (c_int64, (c_int32, c_int32, c_int32)),
-    "hr_scales_bytes": (c_int64, (c_int32, c_int32, c_int32)),
+    "hr_scales_bytes": (c_int64, (c_int32, c_int32)),
     "hr_pack": (None, (c_void_p, c_int32, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p, c_void_p)),
     "hr_apply_linear": (None, (c_void_p, POINTER(Linear), c_void_p, c_void_p, c_float, c_int32, c_int32, c_void_p)),
     "hr_apply_attention": (None, (c_void_p, POINTER(Attention), POINTER(Batch))),
-    "hr_cache_bytes": (c_int64, (c_int32, c_int32, c_int32, c_int32, c_int32)),
+    "hr_cache_bytes": (c_int64, (c_int32, c_int32, c_int32, c_int32, c_int32, c_int32)),
     "hr_model_create": (c_void_p, (c_void_p, POINTER(ModelSpec))),
     "hr_model_destroy": (None, (c_void_p,)),
     "hr_step": (None, (c_void_p, POINTER(Batch))),

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engine.core.step import SequenceSlice
-from headrace.engine.kernels.cpu.library import Batch, Layer, Linear, ModelSpec, Pool, address
+from headrace.engine.kernels.cpu.library import Batch, KvFormat, Layer, Linear, ModelSpec, Pool, address
 from headrace.engine.packed.file import PackedModel
 from headrace.engine.packed.layout import Matrix, matrices
 
@@ -30,13 +30,16 @@ class HeadRow:
 class NativeModel:
     """Weights, KV cache and working memory. Only one thread may use it at a time."""
 
-    def __init__(self, model: PackedModel, pool: Pool, *, block_size: int, num_blocks: int) -> None:
+    def __init__(
+        self, model: PackedModel, pool: Pool, *, block_size: int, num_blocks: int, kv_format: KvFormat
+    ) -> None:  # fmt: skip
         self.config = model.config
         self._pool = pool
         self._library = pool.library
         self._block_size = block_size
         self._model = model  # the library reads its arrays
-        cache_bytes = block_bytes(model, pool, block_size) * num_blocks
+        self._kv_format = kv_format
+        cache_bytes = block_bytes(model, pool, block_size, kv_format) * num_blocks
         self._cache = mmap.mmap(-1, cache_bytes)  # zeros, which become memory when they are first written
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._cache.madvise(mmap.MADV_HUGEPAGE)
@@ -113,6 +116,7 @@ class NativeModel:
             vocabulary=c.vocab_size, hidden=c.hidden_size, intermediate=c.intermediate_size, layers=c.num_layers,
             heads=c.num_heads, kv_heads=c.num_kv_heads, head_dim=c.head_dim, block_size=self._block_size,
             blocks=num_blocks, rms_eps=c.rms_eps, rope_factor=c.rope_attention_factor,
+            kv_format=self._kv_format,
             frequencies=address(self._frequencies), layer=self._layers, final_norm=self._at("final_norm"),
             head=self._linear(head), embedding=self._at("embedding"),
             cache=address(np.frombuffer(self._cache, dtype=np.uint8)),
@@ -129,10 +133,10 @@ class NativeModel:
         return address(self._model.array(name))
 
 
-def block_bytes(model: PackedModel, pool: Pool, block_size: int) -> int:
+def block_bytes(model: PackedModel, pool: Pool, block_size: int, kv_format: KvFormat) -> int:
     """Bytes of one block of `block_size` tokens: keys and values of all layers."""
     c = model.config
-    return int(pool.library.hr_cache_bytes(c.num_layers, 1, block_size, c.num_kv_heads, c.head_dim))
+    return int(pool.library.hr_cache_bytes(kv_format, c.num_layers, 1, block_size, c.num_kv_heads, c.head_dim))
 
 
 def _inverse_frequencies(model: PackedModel) -> Floats:

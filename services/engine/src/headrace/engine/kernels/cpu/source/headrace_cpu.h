@@ -3,7 +3,7 @@
 //
 // Sizes and layouts
 //   panel    16 output columns of a weight matrix, the unit in which weights are packed and results are computed
-//   page     16 tokens of one KV head of one layer: keys [head_dim / 2][16][2], then values [8][value_dim][2], bf16
+//   page     16 tokens of one KV head of one layer, keys and then values; see pages_bf16.h and pages_int8.h
 //   padding  rows of floats have a stride of pad64(columns) elements; what lies beyond the columns is zero
 #ifndef HEADRACE_CPU_H
 #define HEADRACE_CPU_H
@@ -14,20 +14,25 @@
 extern "C" {
 #endif
 
-#define HR_ABI_VERSION 1
+#define HR_ABI_VERSION 2
 
 enum hr_isa { HR_PORTABLE = 0, HR_AVX2 = 1, HR_AVX512 = 2 };
 
 enum hr_format {
   HR_BF16 = 0,  // panels of [k / 2][16][2] bf16
   HR_INT8 = 1,  // panels of [k / 4][16][4] bytes, value + 128, one float scale per column; 8-bit rows
-  HR_INT4 = 2,  // panels of [k / 8][16][4] bytes, low nibbles first, one bf16 scale per column and 64 inputs; 8-bit rows
+  HR_INT4 = 2,  // panels of 640 bytes per 64 inputs: [8][16][4] with low nibbles first, then half [4][16]; 8-bit rows
   HR_FLOAT = 3, // panels of [k][16] float
 };
 
-// A packed matrix of `columns` outputs and `depth` inputs. `scales` is float[16 * panels] for HR_INT8 and
-// bf16[panels][depth / 64][16] for HR_INT4; `bias` may be null. 8-bit rows have one scale per 64 inputs: with one per row
-// the few large activations of a language model cost the others their precision (4.5 % perplexity instead of 0.6).
+// Of the KV cache: bf16, or bytes with a scale for every token's key and value of every head.
+enum hr_kv_format { HR_KV_BF16 = 0, HR_KV_INT8 = 1 };
+
+// A packed matrix of `columns` outputs and `depth` inputs; `bias` may be null. `scales` is float[16 * panels] for HR_INT8.
+// The 16-bit floats of HR_INT4 are the scales of two groups of 32 inputs, then the groups' least values; a weight is
+// nibble * scale + least, which holds every Q4_0 and Q4_1 weight of a GGUF file exactly. They lie beside their nibbles so
+// that a single stream reads memory in one go. 8-bit rows have one scale per 64 inputs: with one per row the few large
+// activations of a language model cost the others their precision (4.5 % perplexity instead of 0.6).
 typedef struct hr_linear {
   int32_t format;
   int32_t columns;
@@ -62,13 +67,13 @@ typedef struct hr_model_spec {
   int32_t blocks;
   float rms_eps;
   float rope_factor;
-  int32_t reserved;
+  int32_t kv_format;
   const float *frequencies;   // radians per position, [head_dim / 2]
   const hr_layer *layer;      // [layers]
   const float *final_norm;
   hr_linear head;
   const uint16_t *embedding;  // bf16 [vocabulary][hidden]; null: rows of `head`
-  uint16_t *cache;            // hr_cache_bytes(...) of them, zeroed
+  void *cache;                // hr_cache_bytes(...)
 } hr_model_spec;
 
 // One step. Row r computes `tokens[r]` at `positions[r]`; slice s owns rows first_row[s] to first_row[s + 1] - 1, whose
@@ -103,7 +108,7 @@ void hr_pool_destroy(hr_pool *pool);
 
 // Bytes that packing needs: of weights and of scales; `panel_count` panels of `depth` inputs.
 int64_t hr_weights_bytes(int32_t format, int32_t panel_count, int32_t depth);
-int64_t hr_scales_bytes(int32_t format, int32_t panel_count, int32_t depth);
+int64_t hr_scales_bytes(int32_t format, int32_t panel_count);
 // Pack float rows [columns][depth] into panels first_panel, first_panel + panel_step, ... of the arrays.
 void hr_pack(hr_pool *pool, int32_t format, const float *rows, int32_t columns, int32_t depth, int32_t first_panel,
              int32_t panel_step, void *weights, void *scales);
@@ -125,16 +130,17 @@ typedef struct hr_attention {
   int32_t window;
   float eps;
   float rope_factor;
-  int32_t reserved;
+  int32_t kv_format;
   const float *qkv;
   const float *head_norms;
   const float *frequencies;
-  uint16_t *cache;
+  void *cache;
   float *out;
 } hr_attention;
 void hr_apply_attention(hr_pool *pool, const hr_attention *attention, const hr_batch *batch);
 
-int64_t hr_cache_bytes(int32_t layers, int32_t blocks, int32_t block_size, int32_t kv_heads, int32_t head_dim);
+int64_t hr_cache_bytes(int32_t kv_format, int32_t layers, int32_t blocks, int32_t block_size, int32_t kv_heads,
+                       int32_t head_dim);
 hr_model *hr_model_create(hr_pool *pool, const hr_model_spec *spec);
 void hr_model_destroy(hr_model *model);
 void hr_step(hr_model *model, const hr_batch *batch);

@@ -53,13 +53,8 @@ int64_t hr_weights_bytes(int32_t format, int32_t panel_count, int32_t depth) {
   return static_cast<int64_t>(hr::panel_bytes(format, depth)) * panel_count;
 }
 
-int64_t hr_scales_bytes(int32_t format, int32_t panel_count, int32_t depth) {
-  const int64_t columns = static_cast<int64_t>(panel_count) * hr::kPanel;
-  switch (format) {
-    case HR_INT8: return columns * static_cast<int64_t>(sizeof(float));
-    case HR_INT4: return columns * hr::ceil_div(depth, hr::kGroup) * static_cast<int64_t>(sizeof(uint16_t));
-    default: return 0;
-  }
+int64_t hr_scales_bytes(int32_t format, int32_t panel_count) {
+  return format == HR_INT8 ? static_cast<int64_t>(panel_count) * hr::kPanel * static_cast<int64_t>(sizeof(float)) : 0;
 }
 
 void hr_pack(hr_pool *pool, int32_t format, const float *rows, int32_t columns, int32_t depth, int32_t first_panel,
@@ -99,18 +94,22 @@ void hr_apply_attention(hr_pool *pool, const hr_attention *attention, const hr_b
   layer.kv_heads = attention->kv_heads;
   layer.head_dim = attention->head_dim;
   layer.value_dim = hr::ceil_div(attention->head_dim, 16) * 16;
-  layer.cache = attention->cache;
-  layer.page_size = hr::page_size(attention->head_dim);
+  layer.kv_format = attention->kv_format;
+  layer.cache = static_cast<uint8_t *>(attention->cache);
+  layer.page_bytes = hr::page_bytes(attention->kv_format, attention->head_dim);
   layer.pages_per_block = attention->block_size / hr::kPage;
   layer.window = attention->window;
   layer.scale = 1.0f / sqrtf(static_cast<float>(attention->head_dim));
   layer.out = attention->out;
   layer.out_stride = hr::pad64(attention->heads * attention->head_dim);
-  hr::attend(pool->threads, *pool->kernels, layer, *batch);
+  hr::AttentionPlan plan;
+  plan.make(*batch, layer.heads, layer.kv_heads, layer.value_dim, pool->threads.threads());
+  plan.run(pool->threads, *pool->kernels, layer, *batch);
 }
 
-int64_t hr_cache_bytes(int32_t layers, int32_t blocks, int32_t block_size, int32_t kv_heads, int32_t head_dim) {
-  const auto page = static_cast<int64_t>(hr::page_size(head_dim) * sizeof(uint16_t));
+int64_t hr_cache_bytes(int32_t kv_format, int32_t layers, int32_t blocks, int32_t block_size, int32_t kv_heads,
+                       int32_t head_dim) {
+  const auto page = static_cast<int64_t>(hr::page_bytes(kv_format, head_dim));
   return page * layers * blocks * (block_size / hr::kPage) * kv_heads;
 }
 

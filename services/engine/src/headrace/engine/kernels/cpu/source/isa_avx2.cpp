@@ -3,11 +3,14 @@
 #include <math.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__AVX2__) && defined(__FMA__)
+#if defined(__x86_64__) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-// clang-format off: linear.h and attention.h are written in terms of what comes before them
+// clang-format off: these are written in terms of what comes before them
 #include "simd_avx2.h"
 #include "linear.h"
+#include "pages.h"
+#include "pages_bf16.h"
+#include "pages_int8.h"
 #include "attention.h"
 // clang-format on
 
@@ -16,10 +19,11 @@ namespace hr {
 const Kernels *avx2_kernels() {
   static const Kernels kernels = {
       "avx2",           avx2::prepare_row,           avx2::multiply, avx2::find_likeliest,
-      avx2::store_keys_and_values, avx2::attend,
+      avx2::store_keys_and_values, avx2::attend, avx2::merge,
   };
   __builtin_cpu_init();
-  const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
   return runs ? &kernels : nullptr;
 }
 

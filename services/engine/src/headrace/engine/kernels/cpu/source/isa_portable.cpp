@@ -3,9 +3,12 @@
 #include <math.h>
 #include <string.h>
 
-// clang-format off: linear.h and attention.h are written in terms of what comes before them
+// clang-format off: these are written in terms of what comes before them
 #include "simd_portable.h"
 #include "linear.h"
+#include "pages.h"
+#include "pages_bf16.h"
+#include "pages_int8.h"
 #include "attention.h"
 // clang-format on
 
@@ -14,7 +17,7 @@ namespace hr {
 const Kernels *portable_kernels() {
   static const Kernels kernels = {
       "portable",           portable::prepare_row,           portable::multiply, portable::find_likeliest,
-      portable::store_keys_and_values, portable::attend,
+      portable::store_keys_and_values, portable::attend, portable::merge,
   };
   return &kernels;
 }

@@ -46,11 +46,18 @@ struct Origins {
   }
 };
 
+// The weights that a tile multiplies 20 steps later. The hardware foresees them too, but not as far: a stream alone is
+// bound by memory, and gains 10 to 20 %. Later tiles of rows find them in the cache: prompts lost 6 %.
+template <bool Fetch>
+inline void fetch_ahead(const uint8_t *weights) {
+  if constexpr (Fetch) __builtin_prefetch(weights + 1280);
+}
+
 struct Bf16Format {
   static constexpr int kRows = kTileRows;
   static constexpr int kPanels = kTilePanels;
 
-  template <int MT, int NT>
+  template <int MT, int NT, bool Fetch>
   static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, F32 (&out)[MT][NT]) {
     const Origins<MT, NT> at(w, rows, row, panel);
     for (int m = 0; m < MT; m++) {
@@ -59,7 +66,10 @@ struct Bf16Format {
     const size_t pairs = ceil_div(w.depth, 2);
     for (size_t k = 0; k < pairs; k++) {
       Bf16Pairs column[NT];
-      for (int n = 0; n < NT; n++) column[n] = load_pairs(reinterpret_cast<const uint16_t *>(at.column[n] + k * 64));
+      for (int n = 0; n < NT; n++) {
+        fetch_ahead<Fetch>(at.column[n] + k * 64);
+        column[n] = load_pairs(reinterpret_cast<const uint16_t *>(at.column[n] + k * 64));
+      }
       for (int m = 0; m < MT; m++) {
         const Bf16Pairs value = broadcast_pair(reinterpret_cast<const uint32_t *>(at.row[m])[k]);
         for (int n = 0; n < NT; n++) out[m][n] = dot_pairs(out[m][n], column[n], value);
@@ -72,7 +82,7 @@ struct FloatFormat {
   static constexpr int kRows = kTileRows;
   static constexpr int kPanels = kTilePanels;
 
-  template <int MT, int NT>
+  template <int MT, int NT, bool Fetch>
   static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, F32 (&out)[MT][NT]) {
     const Origins<MT, NT> at(w, rows, row, panel);
     for (int m = 0; m < MT; m++) {
@@ -90,7 +100,7 @@ struct FloatFormat {
   }
 };
 
-// Sums of one group's products in integers, which then count with the scale of the row's group.
+// Where the integer sums of one group's products begin.
 template <int MT, int NT>
 inline void start_group(const Rows &rows, int row, int group, int excess, I32 (&sum)[MT][NT]) {
   for (int m = 0; m < MT; m++) {
@@ -108,7 +118,7 @@ struct Int8Format {
   static constexpr int kRows = kGroupedTileRows;
   static constexpr int kPanels = kGroupedTilePanels;
 
-  template <int MT, int NT>
+  template <int MT, int NT, bool Fetch>
   static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, F32 (&out)[MT][NT]) {
     const Origins<MT, NT> at(w, rows, row, panel);
     for (int m = 0; m < MT; m++) {
@@ -121,7 +131,10 @@ struct Int8Format {
       const size_t end = static_cast<size_t>(group + 1) * (kGroup / 4);
       for (size_t k = static_cast<size_t>(group) * (kGroup / 4); k < (end < quads ? end : quads); k++) {
         I32 column[NT];
-        for (int n = 0; n < NT; n++) column[n] = load_int(at.column[n] + k * 64);
+        for (int n = 0; n < NT; n++) {
+          fetch_ahead<Fetch>(at.column[n] + k * 64);
+          column[n] = load_int(at.column[n] + k * 64);
+        }
         for (int m = 0; m < MT; m++) {
           const I32 value = broadcast_int(reinterpret_cast<const int32_t *>(at.row[m])[k]);
           for (int n = 0; n < NT; n++) sum[m][n] = dot_int8(sum[m][n], value, column[n]);
@@ -143,35 +156,61 @@ struct Int4Format {
   static constexpr int kRows = kGroupedTileRows;
   static constexpr int kPanels = kGroupedTilePanels;
 
-  template <int MT, int NT>
+  template <int MT, int NT, bool Fetch>
   static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, F32 (&out)[MT][NT]) {
     const Origins<MT, NT> at(w, rows, row, panel);
-    const auto *scales = static_cast<const uint16_t *>(w.scales) + static_cast<size_t>(panel) * rows.groups * kPanel;
     for (int m = 0; m < MT; m++) {
       for (int n = 0; n < NT; n++) out[m][n] = zero();
     }
     for (int group = 0; group < rows.groups; group++) {
-      I32 sum[MT][NT];
-      start_group<MT, NT>(rows, row, group, 8, sum);
-      for (size_t k = group * (kGroup / 8); k < static_cast<size_t>(group + 1) * (kGroup / 8); k++) {
-        I32 low[NT], high[NT];
+      const size_t place = static_cast<size_t>(group) * kNibbleGroupBytes;
+      const auto step = [&](int n, int which) {
+        return load_half(reinterpret_cast<const uint16_t *>(at.column[n] + place + kNibbleBytes) + which * kPanel);
+      };
+      F32 sum[MT][NT];  // in units of the row's scale
+      for (int half = 0; half < 2; half++) {
+        I32 products[MT][NT];
+        add_half_group<MT, NT, Fetch>(at, 2 * group + half, place + half * (kNibbleBytes / 2), products);
         for (int n = 0; n < NT; n++) {
-          const I32 packed = load_int(at.column[n] + k * 64);
-          low[n] = low_nibbles(packed);
-          high[n] = high_nibbles(packed);
-        }
-        for (int m = 0; m < MT; m++) {
-          const auto *quads = reinterpret_cast<const int32_t *>(at.row[m]) + 2 * k;
-          const I32 first = broadcast_int(quads[0]), second = broadcast_int(quads[1]);
-          for (int n = 0; n < NT; n++) sum[m][n] = dot_int4(sum[m][n], first, low[n]);
-          for (int n = 0; n < NT; n++) sum[m][n] = dot_int4(sum[m][n], second, high[n]);
+          const F32 scale = step(n, half);
+          for (int m = 0; m < MT; m++) {
+            const F32 product = to_float(products[m][n]);
+            sum[m][n] = half == 0 ? mul(product, scale) : fma(product, scale, sum[m][n]);
+          }
         }
       }
       for (int n = 0; n < NT; n++) {
-        const F32 scale = load_bf16(scales + (static_cast<size_t>(n) * rows.groups + group) * kPanel);
+        const F32 least[2] = {step(n, 2), step(n, 3)};
         for (int m = 0; m < MT; m++) {
-          out[m][n] = fma(to_float(sum[m][n]), mul(scale, group_scale(rows, row + m, group)), out[m][n]);
+          const float *half_sums = rows.half_sums + (static_cast<size_t>(row + m) * rows.groups + group) * 2;
+          out[m][n] = fma(sum[m][n], group_scale(rows, row + m, group), out[m][n]);
+          out[m][n] = fma(least[0], broadcast(half_sums[0]), out[m][n]);
+          out[m][n] = fma(least[1], broadcast(half_sums[1]), out[m][n]);
         }
+      }
+    }
+  }
+
+ private:
+  // Sums of 32 inputs' products of nibbles, which lie at `place` of each column, and bytes.
+  template <int MT, int NT, bool Fetch>
+  static void add_half_group(const Origins<MT, NT> &at, size_t half_group, size_t place, I32 (&sum)[MT][NT]) {
+    for (int m = 0; m < MT; m++) {
+      for (int n = 0; n < NT; n++) sum[m][n] = zero_int();
+    }
+    for (size_t k = 0; k < kHalfGroup / 8; k++) {
+      I32 low[NT], high[NT];
+      for (int n = 0; n < NT; n++) {
+        fetch_ahead<Fetch>(at.column[n] + place + k * 64);
+        const I32 packed = load_int(at.column[n] + place + k * 64);
+        low[n] = low_nibbles(packed);
+        high[n] = high_nibbles(packed);
+      }
+      for (int m = 0; m < MT; m++) {
+        const auto *quads = reinterpret_cast<const int32_t *>(at.row[m] + half_group * kHalfGroup) + 2 * k;
+        const I32 first = broadcast_int(quads[0]), second = broadcast_int(quads[1]);
+        for (int n = 0; n < NT; n++) sum[m][n] = dot_unsigned(sum[m][n], first, low[n]);
+        for (int n = 0; n < NT; n++) sum[m][n] = dot_unsigned(sum[m][n], second, high[n]);
       }
     }
   }
@@ -206,16 +245,16 @@ void finish(const hr_linear &w, int row, int panel, F32 (&tile)[MT][NT], const O
   }
 }
 
-template <typename Format, int NT, int MT = Format::kRows>
+template <typename Format, int NT, bool Fetch, int MT = Format::kRows>
 void multiply_tile(const hr_linear &w, const Rows &rows, int row, int count, int panel, const Output &out) {
   if constexpr (MT > 1) {
     if (count < MT) {
-      multiply_tile<Format, NT, MT - 1>(w, rows, row, count, panel, out);
+      multiply_tile<Format, NT, Fetch, MT - 1>(w, rows, row, count, panel, out);
       return;
     }
   }
   F32 tile[MT][NT];
-  Format::template multiply<MT, NT>(w, rows, row, panel, tile);
+  Format::template multiply<MT, NT, Fetch>(w, rows, row, panel, tile);
   finish<MT, NT>(w, row, panel, tile, out);
 }
 
@@ -226,7 +265,11 @@ void multiply_rows(const hr_linear &w, const Rows &rows, int first, int last, in
   for (int tile = 0; tile < tiles; tile++) {
     const int from = first + (last - first) * tile / tiles;
     const int to = first + (last - first) * (tile + 1) / tiles;
-    multiply_tile<Format, NT>(w, rows, from, to - from, panel, out);
+    if (tile == 0) {
+      multiply_tile<Format, NT, true>(w, rows, from, to - from, panel, out);
+    } else {
+      multiply_tile<Format, NT, false>(w, rows, from, to - from, panel, out);
+    }
   }
 }
 
@@ -279,11 +322,15 @@ void quantise_row(const float *x, const float *norm, F32 factor, const Rows &out
     const float most = largest_magnitude(magnitude);
     const F32 to_bytes = broadcast(most > 0 ? kByteMost / most : 0.0f);
     for (int i = 0; i < kGroup / 16; i++) store_signed_bytes(bytes + first + i * 16, mul(value[i], to_bytes));
-    int32_t total = 0;
-    for (int k = first; k < first + kGroup; k++) total += bytes[k];
+    int32_t total[2] = {0, 0};
+    for (int half = 0; half < 2; half++) {
+      for (int i = 0; i < kHalfGroup; i++) total[half] += bytes[first + half * kHalfGroup + i];
+    }
     const size_t at = static_cast<size_t>(row) * out.groups + group;
-    out.scales[at] = most / kByteMost;
-    out.group_sums[at] = total;
+    const float scale = most / kByteMost;
+    out.scales[at] = scale;
+    out.group_sums[at] = total[0] + total[1];
+    for (int half = 0; half < 2; half++) out.half_sums[2 * at + half] = static_cast<float>(total[half]) * scale;
   }
 }
 

@@ -1,6 +1,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "half.h"
 #include "model.h"
 
 namespace hr {
@@ -32,12 +33,12 @@ float element(const hr_linear &w, int n, int k) {
       return static_cast<float>(bytes[(k / 4 * kPanel + lane) * 4 + k % 4] - 128) *
              static_cast<const float *>(w.scales)[n];
     case HR_INT4: {
-      const uint8_t pair = bytes[(k / 8 * kPanel + lane) * 4 + k % 4];
+      const uint8_t *group = bytes + static_cast<size_t>(k / kGroup) * kNibbleGroupBytes;
+      const uint8_t pair = group[(k % kGroup / 8 * kPanel + lane) * 4 + k % 4];
       const int nibble = k % 8 < 4 ? pair & 15 : pair >> 4;
-      const int groups = ceil_div(w.depth, kGroup);
-      const uint16_t scale =
-          static_cast<const uint16_t *>(w.scales)[(static_cast<size_t>(panel) * groups + k / kGroup) * kPanel + lane];
-      return static_cast<float>(nibble - 8) * from_bf16(scale);
+      const auto *steps =
+          reinterpret_cast<const uint16_t *>(group + kNibbleBytes) + k % kGroup / kHalfGroup * kPanel + lane;
+      return static_cast<float>(nibble) * from_half(steps[0]) + from_half(steps[2 * kPanel]);
     }
     default:
       return reinterpret_cast<const float *>(bytes)[k * kPanel + lane];
@@ -54,6 +55,7 @@ Rows PreparedRows::reserve(int format, int rows, int depth) {
   if (format == HR_INT8 || format == HR_INT4) {
     out.scales = scales_.reserve(static_cast<size_t>(rows) * out.groups);
     out.group_sums = group_sums_.reserve(static_cast<size_t>(rows) * out.groups);
+    out.half_sums = half_sums_.reserve(static_cast<size_t>(rows) * out.groups * 2);
   }
   return out;
 }
@@ -98,41 +100,14 @@ Angles AngleTable::find(Pool &pool, const float *frequencies, int half, float fa
   return {cosines, sines};
 }
 
-void attend(Pool &pool, const Kernels &kernels, const AttentionLayer &layer, const hr_batch &batch) {
-  const auto slice_of = [&](int slice) {
-    const int first = batch.first_row[slice];
-    return SliceRows{first, batch.first_row[slice + 1] - first, batch.positions[first],
-                     batch.tables + batch.table_start[slice]};
-  };
-  // A slice of one token is attended to by the task that stores its keys and values; the tasks of longer ones need all
-  // of them stored.
-  pool.run(batch.slices * layer.kv_heads, [&](int task, int) {
-    const SliceRows slice = slice_of(task / layer.kv_heads);
-    const int kv_head = task % layer.kv_heads;
-    kernels.store_keys_and_values(layer, slice, kv_head);
-    if (slice.count == 1) kernels.attend(layer, slice, kv_head, 0, 1);
-  });
-  const int tokens = kQueryRows / (layer.heads / layer.kv_heads);
-  for (int s = 0; s < batch.slices; s++) {
-    const SliceRows slice = slice_of(s);
-    if (slice.count == 1) continue;
-    const int tiles = ceil_div(slice.count, tokens);
-    pool.run(tiles * layer.kv_heads, [&](int task, int) {
-      const int first = (tiles - 1 - task / layer.kv_heads) * tokens;  // the longest first: the last ones end together
-      const int last = first + tokens < slice.count ? first + tokens : slice.count;
-      kernels.attend(layer, slice, task % layer.kv_heads, first, last);
-    });
-  }
-}
-
 Model::Model(Pool &pool, const Kernels &kernels, const hr_model_spec &spec)
     : pool_(pool),
       kernels_(kernels),
       spec_(spec),
       layers_(spec.layer, spec.layer + spec.layers),
       value_dim_(ceil_div(spec.head_dim, 16) * 16),
-      page_size_(page_size(spec.head_dim)),
-      layer_size_(page_size_ * spec.kv_heads * (spec.block_size / kPage) * spec.blocks),
+      block_bytes_(page_bytes(spec.kv_format, spec.head_dim) * spec.kv_heads * (spec.block_size / kPage)),
+      layer_bytes_(block_bytes_ * spec.blocks),
       hidden_stride_(pad64(spec.hidden)),
       qkv_stride_(pad64((spec.heads + 2 * spec.kv_heads) * spec.head_dim)),
       heads_stride_(pad64(spec.heads * spec.head_dim)),
@@ -146,6 +121,7 @@ void Model::step(const hr_batch &batch) {
   mlp_.reserve(batch.rows * mlp_stride_);
   embed(batch);
   angles_ = angle_table_.find(pool_, spec_.frequencies, spec_.head_dim / 2, spec_.rope_factor, batch);
+  attention_plan_.make(batch, spec_.heads, spec_.kv_heads, value_dim_, pool_.threads());
   for (int index = 0; index < spec_.layers; index++) compute_layer(index, batch);
   find_tokens(batch);
 }
@@ -179,7 +155,7 @@ void Model::compute_layer(int index, const hr_batch &batch) {
   Rows rows = prepare(pool_, kernels_, layer.qkv.format, prepared_, hidden, hidden_stride_, layer.input_norm,
                       spec_.rms_eps, spec_.hidden, count);
   multiply(pool_, kernels_, layer.qkv, rows, count, {Finish::kStore, qkv, qkv_stride_});
-  attend(pool_, kernels_, attention_of(index), batch);
+  attention_plan_.run(pool_, kernels_, attention_of(index), batch);
   rows = prepare(pool_, kernels_, layer.out.format, prepared_, attended, heads_stride_, nullptr, 0,
                  spec_.heads * spec_.head_dim, count);
   multiply(pool_, kernels_, layer.out, rows, count, residual);
@@ -203,8 +179,9 @@ AttentionLayer Model::attention_of(int index) const {
   layer.kv_heads = spec_.kv_heads;
   layer.head_dim = spec_.head_dim;
   layer.value_dim = value_dim_;
-  layer.cache = spec_.cache + layer_size_ * index;
-  layer.page_size = page_size_;
+  layer.kv_format = spec_.kv_format;
+  layer.cache = static_cast<uint8_t *>(spec_.cache) + layer_bytes_ * index;
+  layer.page_bytes = page_bytes(spec_.kv_format, spec_.head_dim);
   layer.pages_per_block = spec_.block_size / kPage;
   layer.window = layers_[index].window;
   layer.scale = 1.0f / sqrtf(static_cast<float>(spec_.head_dim));
@@ -285,10 +262,9 @@ void Model::logits(const int32_t *rows, int count, float *out) {
 }
 
 void Model::copy_block(int source, int target) {
-  const size_t size = page_size_ * spec_.kv_heads * (spec_.block_size / kPage);
   for (int index = 0; index < spec_.layers; index++) {
-    uint16_t *layer = spec_.cache + layer_size_ * index;
-    memcpy(layer + size * target, layer + size * source, size * sizeof(uint16_t));
+    uint8_t *layer = static_cast<uint8_t *>(spec_.cache) + layer_bytes_ * index;
+    memcpy(layer + block_bytes_ * target, layer + block_bytes_ * source, block_bytes_);
   }
 }
 

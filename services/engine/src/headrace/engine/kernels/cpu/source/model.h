@@ -1,40 +1,14 @@
 // A decoder of the Llama lineage over packed weights and a paged KV cache; see hr_model_spec and hr_batch.
 #pragma once
 
-#include <stdlib.h>
-#include <string.h>
-
-#include <memory>
 #include <vector>
 
+#include "attention_plan.h"
+#include "buffer.h"
 #include "kernels.h"
 #include "pool.h"
 
 namespace hr {
-
-// Memory aligned for the widest registers, zeroed, that only grows.
-template <typename T>
-class Buffer {
- public:
-  // At least `count` elements; those from before are lost when it grows.
-  T *reserve(size_t count) {
-    if (count > count_) {
-      const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
-      memory_.reset(static_cast<T *>(aligned_alloc(64, bytes)));
-      memset(memory_.get(), 0, bytes);
-      count_ = count;
-    }
-    return memory_.get();
-  }
-  T *get() const { return memory_.get(); }
-
- private:
-  struct Free {
-    void operator()(T *memory) const { free(memory); }
-  };
-  std::unique_ptr<T, Free> memory_;
-  size_t count_ = 0;
-};
 
 // Activations of one step in the form that the weights multiply.
 class PreparedRows {
@@ -45,6 +19,7 @@ class PreparedRows {
   Buffer<uint8_t> data_;
   Buffer<float> scales_;
   Buffer<int32_t> group_sums_;
+  Buffer<float> half_sums_;
 };
 
 // out(rows x columns) = rows times the matrix, as `out.finish` says.
@@ -67,9 +42,6 @@ class AngleTable {
   Buffer<float> cosines_, sines_;
 };
 
-// Store the keys and values of all slices, and attend to them.
-void attend(Pool &pool, const Kernels &kernels, const AttentionLayer &layer, const hr_batch &batch);
-
 class Model {
  public:
   Model(Pool &pool, const Kernels &kernels, const hr_model_spec &spec);
@@ -91,18 +63,16 @@ class Model {
   const hr_model_spec spec_;
   const std::vector<hr_layer> layers_;
   const int value_dim_;
-  const size_t page_size_, layer_size_;  // elements
+  const size_t block_bytes_, layer_bytes_;  // of the cache of one layer
   const size_t hidden_stride_, qkv_stride_, heads_stride_, mlp_stride_;
 
   Buffer<float> hidden_, qkv_, attended_, mlp_, gathered_;
   AngleTable angle_table_;
+  AttentionPlan attention_plan_;
   Angles angles_{};
   PreparedRows prepared_;
   Buffer<float> chunk_best_values_;
   Buffer<int32_t> chunk_best_;
 };
-
-// Elements of one page of one KV head: keys, and values padded to whole registers.
-inline size_t page_size(int head_dim) { return static_cast<size_t>(kPage) * (head_dim + ceil_div(head_dim, 16) * 16); }
 
 }  // namespace hr

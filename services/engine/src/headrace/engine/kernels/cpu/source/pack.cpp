@@ -6,27 +6,20 @@
 #include <algorithm>
 #include <vector>
 
+#include "half.h"
 #include "kernels.h"
 
 namespace hr {
 namespace {
 
 constexpr float kByteMost = 127.0f;
-// Scales tried for each group of 4-bit weights, as parts of the one that just holds the largest of them: a smaller one
-// clips that weight and is closer to all the others.
-constexpr float kScaleParts[] = {1.0f, 0.96f, 0.92f, 0.88f, 0.84f, 0.8f, 0.76f, 0.72f, 0.68f, 0.64f};
+// Parts of the distance from the middle of a group to its ends that are tried for each end.
+constexpr float kRangeParts[] = {1.0f, 0.92f, 0.84f};
 
 uint16_t to_bf16(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-float from_bf16(uint16_t x) {
-  const uint32_t bits = static_cast<uint32_t>(x) << 16;
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
 }
 
 // Halves away from zero: a cast, unlike lrintf, is vectorised without SSE4.
@@ -52,47 +45,80 @@ void pack_int8(const float *row, int depth, int lane, uint8_t *panel, float *sca
   }
 }
 
-// Squared error of a group in 4 bits with this scale.
-float error_of(const float *group, int count, float scale) {
-  const float inverse = 1.0f / scale;
+// What the nibbles of a group stand for: nibble * scale + least.
+struct Steps {
+  float scale, least;
+};
+
+Steps rounded(float scale, float least) { return {from_half(to_half(scale)), from_half(to_half(least))}; }
+
+int nibble_of(float x, Steps steps) {
+  if (steps.scale == 0) return 0;
+  return static_cast<int>(std::min(15.0f, std::max(0.0f, (x - steps.least) / steps.scale)) + 0.5f);
+}
+
+float error_of(const float *group, int count, Steps steps) {
   float total = 0;
-  for (int k = 0; k < count; k++) {
-    const float value = std::min(7.0f, std::max(-8.0f, static_cast<float>(nearest(group[k] * inverse))));
-    const float error = value * scale - group[k];
+  for (int i = 0; i < count; i++) {
+    const float error = static_cast<float>(nibble_of(group[i], steps)) * steps.scale + steps.least - group[i];
     total += error * error;
   }
   return total;
 }
 
-// The scale of a group, rounded to bf16: the weight of largest magnitude becomes about -8, of which there is one more
-// than of the positive numbers.
-float scale_of(const float *group, int count) {
-  float most = 0;
-  for (int k = 0; k < count; k++) most = fabsf(group[k]) > fabsf(most) ? group[k] : most;
-  float best = 0, least = INFINITY;
-  if (most == 0) return 0;
-  for (const float part : kScaleParts) {
-    const float scale = from_bf16(to_bf16(most / -8.0f * part));
-    const float error = scale == 0 ? INFINITY : error_of(group, count, scale);
-    if (error < least) {
-      least = error;
-      best = scale;
+// The steps that bring the nibbles of `steps` closest to the group: a straight line through points.
+Steps fitted(const float *group, int count, Steps steps) {
+  float nibbles = 0, squares = 0, values = 0, products = 0;
+  for (int i = 0; i < count; i++) {
+    const auto nibble = static_cast<float>(nibble_of(group[i], steps));
+    nibbles += nibble;
+    squares += nibble * nibble;
+    values += group[i];
+    products += nibble * group[i];
+  }
+  const auto n = static_cast<float>(count);
+  const float spread = n * squares - nibbles * nibbles;
+  if (spread <= 0) return steps;
+  const float scale = (n * products - nibbles * values) / spread;
+  return scale > 0 ? rounded(scale, (values - scale * nibbles) / n) : steps;
+}
+
+// From the least to the largest weight in 15 steps, exact where the group comes from a 4-bit file; else the best of a few
+// shorter ranges, which clip the outermost weights and are closer to all the others.
+Steps steps_of(const float *group, int count) {
+  const auto [low, high] = std::minmax_element(group, group + count);
+  const float middle = (*low + *high) / 2, reach = (*high - *low) / 2;
+  const float exact = std::max(fabsf(*low), fabsf(*high)) * 1e-6f;
+  Steps best{};
+  float least_error = INFINITY;
+  for (const float below : kRangeParts) {
+    for (const float above : kRangeParts) {
+      const Steps steps = rounded(reach * (below + above) / 15, middle - reach * below);
+      for (const Steps &tried : {steps, fitted(group, count, steps)}) {
+        const float error = error_of(group, count, tried);
+        if (error < least_error) {
+          least_error = error;
+          best = tried;
+        }
+        if (error <= static_cast<float>(count) * exact * exact) return best;
+      }
     }
   }
   return best;
 }
 
-void pack_int4(const float *row, int depth, int lane, uint8_t *panel, uint16_t *scales) {
-  for (int first = 0; first < depth; first += kGroup) {
-    const int count = std::min(kGroup, depth - first);
-    const float scale = scale_of(row + first, count);
-    const float inverse = scale == 0 ? 0 : 1.0f / scale;
-    scales[first / kGroup * kPanel + lane] = to_bf16(scale);
-    for (int i = 0; i < kGroup; i++) {
-      const int value = i < count ? std::min(7, std::max(-8, nearest(row[first + i] * inverse))) + 8 : 8;
-      const int k = first + i;
-      uint8_t *pair = panel + (k / 8 * kPanel + lane) * 4 + k % 4;
-      *pair = static_cast<uint8_t>(*pair | (k % 8 < 4 ? value : value << 4));
+void pack_int4(const float *row, int depth, int lane, uint8_t *panel) {
+  for (int first = 0; first < depth; first += kHalfGroup) {
+    const int count = std::min(kHalfGroup, depth - first);
+    const Steps steps = steps_of(row + first, count);
+    uint8_t *group = panel + static_cast<size_t>(first / kGroup) * kNibbleGroupBytes;
+    uint16_t *at = reinterpret_cast<uint16_t *>(group + kNibbleBytes) + first % kGroup / kHalfGroup * kPanel + lane;
+    at[0] = to_half(steps.scale);
+    at[2 * kPanel] = to_half(steps.least);
+    for (int i = 0; i < count; i++) {
+      const int k = first % kGroup + i, nibble = nibble_of(row[first + i], steps);
+      uint8_t *pair = group + (k / 8 * kPanel + lane) * 4 + k % 4;
+      *pair = static_cast<uint8_t>(*pair | (k % 8 < 4 ? nibble : nibble << 4));
     }
   }
 }
@@ -100,7 +126,6 @@ void pack_int4(const float *row, int depth, int lane, uint8_t *panel, uint16_t *
 }  // namespace
 
 void pack(Pool &pool, const float *rows, int columns, int depth, const Packed &to) {
-  const int groups = ceil_div(depth, kGroup);
   pool.run(ceil_div(columns, kPanel), [&](int task, int) {
     const int index = to.first_panel + task * to.panel_step;
     const size_t bytes = panel_bytes(to.format, depth);
@@ -114,15 +139,7 @@ void pack(Pool &pool, const float *rows, int columns, int depth, const Packed &t
       switch (to.format) {
         case HR_BF16: pack_bf16(row, length, lane, panel); break;
         case HR_INT8: pack_int8(row, length, lane, panel, static_cast<float *>(to.scales) + place); break;
-        case HR_INT4: {
-          uint16_t *scales = static_cast<uint16_t *>(to.scales) + static_cast<size_t>(index) * groups * kPanel;
-          if (there) {
-            pack_int4(row, length, lane, panel, scales);
-          } else {
-            for (int group = 0; group < groups; group++) scales[group * kPanel + lane] = 0;
-          }
-          break;
-        }
+        case HR_INT4: pack_int4(row, length, lane, panel); break;
         default: pack_float(row, length, lane, panel);
       }
     }

@@ -100,6 +100,11 @@ inline __m256 widen(const uint16_t *p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 inline F32 load_bf16(const uint16_t *p) { return {widen(p), widen(p + 8)}; }
+// From 16-bit floats, denormal ones too.
+inline F32 load_half(const uint16_t *p) {
+  const auto *eights = reinterpret_cast<const __m128i *>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(eights)), _mm256_cvtph_ps(_mm_loadu_si128(eights + 1))};
+}
 // To the nearest, ties to even; a NaN stays one.
 inline __m256i rounded(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x);
@@ -156,7 +161,7 @@ inline __m256i dot_int8_half(__m256i sum, __m256i row, __m256i weights) {
 inline I32 dot_int8(I32 sum, I32 row, I32 weights) {
   return {dot_int8_half(sum.low, row.low, weights.low), dot_int8_half(sum.high, row.high, weights.high)};
 }
-inline I32 dot_int4(I32 sum, I32 row, I32 weights) {
+inline I32 dot_unsigned(I32 sum, I32 row, I32 weights) {
   return {dot_bytes(sum.low, weights.low, row.low), dot_bytes(sum.high, weights.high, row.high)};
 }
 inline __m128i to_signed_bytes(F32 x) {

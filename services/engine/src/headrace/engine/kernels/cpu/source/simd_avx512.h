@@ -64,6 +64,10 @@ inline F32 load_bf16(const uint16_t *p) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
+// From 16-bit floats, denormal ones too.
+inline F32 load_half(const uint16_t *p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)))};
+}
 inline void store_bf16(uint16_t *p, F32 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)));
 }
@@ -87,8 +91,8 @@ inline I32 add_products(I32 sum, I32 unsigned_bytes, I32 signed_bytes) {
   return sum;
 }
 inline I32 dot_int8(I32 sum, I32 row, I32 weights) { return add_products(sum, weights, row); }
-// Weights are nibbles 0 to 15, rows signed bytes.
-inline I32 dot_int4(I32 sum, I32 row, I32 weights) { return add_products(sum, weights, row); }
+// Signed bytes times unsigned ones of at most 127.
+inline I32 dot_unsigned(I32 sum, I32 bytes, I32 unsigned_bytes) { return add_products(sum, unsigned_bytes, bytes); }
 // Rounded to the nearest integers.
 inline void store_signed_bytes(int8_t *p, F32 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v)));

@@ -5,6 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "half.h"
+
 #define HR_ISA portable
 
 namespace hr {
@@ -108,6 +110,9 @@ inline F32 keep_lanes(F32 x, int first, int last, F32 other) {
 inline F32 load_bf16(const uint16_t *p) {
   return lanes([&](int i) { return from_bits(static_cast<uint32_t>(p[i]) << 16); });
 }
+inline F32 load_half(const uint16_t *p) {
+  return lanes([&](int i) { return from_half(p[i]); });
+}
 inline uint16_t to_bf16(float x) {
   const uint32_t bits = to_bits(x);
   if (x != x) return static_cast<uint16_t>((bits | 0x400000) >> 16);
@@ -170,7 +175,7 @@ inline I32 dot_int8(I32 sum, I32 row, I32 weights) {
   return int_lanes(
       [&](int i) { return sum.v[i] + dot_bytes(row.v[i], weights.v[i] ^ static_cast<int32_t>(0x80808080u)); });
 }
-inline I32 dot_int4(I32 sum, I32 row, I32 weights) {
+inline I32 dot_unsigned(I32 sum, I32 row, I32 weights) {
   return int_lanes([&](int i) { return sum.v[i] + dot_bytes(row.v[i], weights.v[i]); });
 }
 inline int to_byte(float x) {  // a NaN fails both comparisons; its row's scale is NaN, so any byte will do
