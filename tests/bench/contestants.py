@@ -194,7 +194,10 @@ class Vllm(Served):
             :2
         ]
         command = [
-            str(Path(self._python).with_name("vllm")), "serve", str(self._folder), "--dtype", "bfloat16",
+            self._python, "-m",
+            # The `vllm` command asks for a version that the CPU wheel does not have.
+            "vllm.entrypoints.openai.api_server",
+            "--model", str(self._folder), "--dtype", "bfloat16",
             "--max-model-len", str(CONTEXT), "--max-num-seqs", "32", "--max-num-batched-tokens", "2048",
             "--block-size", "128", "--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "m",
         ]  # fmt: skip
