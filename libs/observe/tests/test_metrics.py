@@ -4,7 +4,7 @@ import urllib.request
 import pytest
 
 from headrace.base.errors import StartError
-from headrace.observe.metrics import counter, gauge, histogram, start_metrics_server
+from headrace.observe.metrics import counter, gauge, histogram, observe_all, start_metrics_server
 
 
 def read(address: str) -> str:
@@ -47,3 +47,15 @@ def test_a_taken_port_is_a_start_error_that_names_the_address():
 def test_an_address_that_is_not_host_and_port_is_a_start_error(address):
     with pytest.raises(StartError, match="host:port"):
         start_metrics_server(address)
+
+
+def test_values_observed_together_count_as_each_observed_alone():
+    one, many = (histogram(f"t_together_{name}_s", "doc", buckets=(0.1, 1.0)) for name in "ab")
+    values = [0.05, 0.1, 0.5, 1.0, 7.0, 0.0]
+    for value in values:
+        one.observe(value)
+    observe_all(many, values)
+    observe_all(many, [])
+
+    alone, together = ([(s.labels, s.value) for s in h.collect()[0].samples] for h in (one, many))
+    assert together == alone

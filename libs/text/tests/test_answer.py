@@ -101,3 +101,18 @@ def test_a_stop_that_begins_before_min_tokens_does_not_count(tokenizer: Tokenize
     cut = next(n for n in range(1, len(ids)) if tokenizer.decode(ids[:n]).endswith("1"))
     answer = AnswerText(tokenizer, ["1 2"], min_tokens=cut)
     assert "".join(answer.push(token_id).text for token_id in ids) == "ab 1 2 3 "
+
+
+@pytest.mark.parametrize("stops", [[], ["never said"], ["wheel"]])
+def test_tokens_pushed_together_say_what_they_say_one_by_one(tokenizer: Tokenizer, stops: list[str]) -> None:
+    ids = list(tokenizer.encode("Steady water 🙂 turns the wheel, and the wheel turns on."))
+    alone = AnswerText(tokenizer, stops)
+    pieces = [alone.push(token_id) for token_id in ids]
+    counted = next((n for n, piece in enumerate(pieces, start=1) if piece.stopped), len(ids))
+
+    together = AnswerText(tokenizer, stops)
+    (first, start), (count, rest) = together.push_all(ids[:2]), together.push_all(ids[2:])
+
+    assert start.text + rest.text == "".join(piece.text for piece in pieces)
+    assert (first, first + count, rest.stopped) == (2, counted, bool(stops == ["wheel"]))
+    assert together.finish() == alone.finish()

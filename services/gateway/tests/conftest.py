@@ -95,6 +95,7 @@ class Stream:
 
     outgoing: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     steps: int = 0
+    open: dict[int, engine_pb2.Submit] = field(default_factory=dict)
 
     def step(self, tokens: dict[int, int] | None = None, *finishes: engine_pb2.Finish, logprobs: Any = ()) -> None:
         """Send the next step."""
@@ -105,6 +106,8 @@ class Stream:
         self, number: int, slots: Any, token_ids: Any, finishes: Sequence[engine_pb2.Finish] = (), logprobs: Any = ()
     ) -> None:
         """Send a step as it stands, true or not."""
+        for finish in finishes:
+            self.open.pop(finish.slot, None)
         step = engine_pb2.Step(step=number, slots=slots, token_ids=token_ids, finishes=finishes, logprobs=logprobs)
         self.outgoing.put_nowait(engine_pb2.AttachResponse(step=step))
 
@@ -176,15 +179,23 @@ class ScriptedEngine(engine_grpc.EngineServiceServicer):
             async for request in requests:
                 if request.HasField("submit"):
                     self.submits.append(request.submit)
+                    stream.open |= dict.fromkeys(slots_of(request.submit), request.submit)
                     plays.create_task((self.script or say)(self, stream, request.submit))
                 elif request.HasField("cancel"):
                     self.cancels.append(request.cancel.slot)
+                    if request.cancel.slot not in stream.open:  # its finish was on its way
+                        continue
                     finish = stream.finish(request.cancel.slot, "CANCELLED", error_reason="CANCELLED")
                     stream.step({}, finish)
 
     def rest(self, submit: engine_pb2.Submit) -> list[int]:
         """The tokens that this engine has yet to say to a request."""
         return list(self.said.encode())[submit.emitted_tokens :]
+
+
+def slots_of(submit: engine_pb2.Submit) -> range:
+    """The slots that a submission opens."""
+    return range(submit.slot, submit.slot + max(1, submit.sampling.n))
 
 
 async def say(engine: ScriptedEngine, stream: Stream, submit: engine_pb2.Submit) -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import DeadlinePassed, Exhausted, HeadraceError, InvalidRequest, StreamBroken, Unavailable
 from headrace.gateway.core.budget import RetryBudget
+from headrace.gateway.core.life import Life
 from headrace.gateway.core.outbox import Outbox
 from headrace.gateway.core.progress import Progress, Trail
-from headrace.gateway.core.life import Life
 from headrace.gateway.core.quarantine import Quarantine
 from headrace.gateway.core.recovery import Action, EngineFault, Fault, Situation, client_error, recover
 from headrace.gateway.core.slots import Slots
@@ -189,8 +189,8 @@ def test_a_true_step_is_believed() -> None:
 def test_an_attempt_starts_from_the_prompt_and_everything_emitted() -> None:
     progress = Progress(prompt_ids=(1, 2), max_tokens=5, admitted_at=0.0)
     progress.begin_attempt()
-    progress.note_token(7, 1.0)
-    progress.note_token(8, 1.5)
+    progress.note_tokens([7], [1.0])
+    progress.note_tokens([8], [1.5])
 
     assert (progress.token_ids, progress.tokens_left) == ([1, 2, 7, 8], 3)
 
@@ -201,7 +201,7 @@ def test_the_timings_of_the_design_page_add_up() -> None:
     progress.begin_attempt()
     progress.note_submitted(100.0)
     for n in range(80):
-        progress.note_token(5, 100.4 + 0.022 * n)
+        progress.note_tokens([5], [100.4 + 0.022 * n])
     progress.note_finish(Finish(slot=1, reason=FinishReason.LENGTH, queue_ms=120.0, prefill_ms=280.0))
 
     timings = progress.timings(100.4 + 0.022 * 79)
@@ -216,10 +216,10 @@ def test_the_account_of_a_lost_first_attempt_still_adds_up_to_the_first_token() 
     progress = Progress(prompt_ids=(1,), max_tokens=80, admitted_at=10.0)
     progress.begin_attempt()
     progress.note_submitted(10.1)
-    progress.note_token(5, 10.5)
+    progress.note_tokens([5], [10.5])
     progress.begin_attempt()
     progress.note_submitted(11.0)
-    progress.note_token(6, 11.2)
+    progress.note_tokens([6], [11.2])
     progress.note_finish(Finish(slot=1, reason=FinishReason.LENGTH, queue_ms=1.0, prefill_ms=2.0))
 
     timings = progress.timings(11.3)
@@ -281,7 +281,7 @@ def test_attempts_of_a_request_s_answers_are_numbered_together_and_its_engines_e
 def test_cached_tokens_are_those_of_the_attempt_with_the_first_token_and_never_more_than_the_prompt() -> None:
     progress = Progress(prompt_ids=(1, 2, 3), max_tokens=8, admitted_at=0.0)
     progress.begin_attempt()
-    progress.note_token(5, 1.0)
+    progress.note_tokens([5], [1.0])
     progress.note_finish(Finish(slot=1, reason=FinishReason.ERROR, cached_tokens=2, prompt_logprobs=("a", "b")))
     progress.begin_attempt()
     progress.note_finish(Finish(slot=1, reason=FinishReason.LENGTH, cached_tokens=3))

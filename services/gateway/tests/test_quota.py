@@ -36,7 +36,7 @@ def shared_redis() -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture
 async def url(shared_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(store, "_TIMEOUT_S", PATIENT.wait_s)
+    monkeypatch.setattr(store, "TIMEOUT_S", PATIENT.wait_s)
     async with open_redis(shared_redis.url) as redis:
         await redis.flushall()
     return shared_redis.url
@@ -252,6 +252,24 @@ async def test_without_redis_each_gateway_lets_in_its_share_and_settles_later(
         finally:
             if restarted:
                 restarted.stop()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+async def test_requests_let_in_without_redis_are_counted_when_it_is_back(own_redis: EmbeddedRedis, ended: bool) -> None:
+    mine = terms(requests_per_minute=6)
+    async with gateway(own_redis.url, times=QUICK) as quotas:
+        for each in [await quotas.reserve(mine, "before", 1) for _ in range(2)]:
+            each.settle(1)
+        os.kill(own_redis.pid, signal.SIGSTOP)
+        during = [await quotas.reserve(mine, "during", 1) for _ in range(3)]
+        if ended:
+            for each in during:
+                each.settle(1)
+        os.kill(own_redis.pid, signal.SIGCONT)
+        await eventually(lambda: not quotas.degraded)
+
+        after = [await tried(quotas, mine) for _ in range(4)]
+        assert [isinstance(each, Reservation) for each in after] == [True, False, False, False]
 
 
 async def test_a_gateway_that_never_saw_redis_still_serves_and_is_bounded(own_redis: EmbeddedRedis) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 Options = list[tuple[str, int | str]]
 
+_MOST_PENDING = 100_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keepalive:
@@ -42,6 +44,10 @@ def server_options(keepalive: Keepalive, *, max_message_bytes: int = 16 << 20) -
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
+        # Calls that the process has not taken up yet, because it is busy with those that came before. By default every
+        # further one beyond 1000 is cancelled at random, without a word: 1,500 clients that come back at once would be.
+        ("grpc.server.max_pending_requests", _MOST_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
         # Two servers sharing a port by accident would hide a fault; a taken port must be an error.
         ("grpc.so_reuseport", 0),
         ("grpc.http2.bdp_probe", 0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,13 @@ import grpc
 import structlog
 from grpc.aio import ServerInterceptor, ServicerContext
 from grpc_status import rpc_status
+from opentelemetry import context as otel_context
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import Counter, Gauge, Histogram
 
+from headrace.base.alarm import Alarm
 from headrace.base.deadline import Deadline
 from headrace.base.errors import HeadraceError, InternalError, ReaderStalled, Unavailable
 from headrace.rpc.context import REQUEST_ID, CallContext, enter_call
@@ -63,6 +66,7 @@ class CallInterceptor(ServerInterceptor):
         self._default_deadline_s = default_deadline_s
         self._stalled_reader_s = stalled_reader_s
         self._tracer = trace.get_tracer("headrace.rpc")
+        self._wrapped: dict[str, Any] = {}
         self.in_flight = 0
         self.refusing = False
 
@@ -71,9 +75,12 @@ class CallInterceptor(ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the method's handler with the house's behaviour around it."""
-        handler = await continuation(handler_call_details)
+        """Return the method's handler with the house's behaviour around it; made at the method's first call."""
         path = handler_call_details.method
+        known = self._wrapped.get(path)
+        if known is not None:
+            return known
+        handler = await continuation(handler_call_details)
         if handler is None or path.startswith(("/grpc.health.", "/grpc.reflection.")):
             return handler
         if handler.response_streaming:
@@ -92,11 +99,14 @@ class CallInterceptor(ServerInterceptor):
                 else grpc.unary_unary_rpc_method_handler
             )
             wrapped = self._unary(path, inner)
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        self._wrapped[path] = make(wrapped, handler.request_deserializer, handler.response_serializer)
+        return self._wrapped[path]
 
     def _unary(self, path: str, inner: Any) -> Callable[..., Awaitable[Any]]:
+        method = _Method(self._service, path)
+
         async def handle(request: Any, context: ServicerContext[Any, Any]) -> Any:
-            with self._call(path, context) as record:
+            with self._call(method, context) as record:
                 try:
                     record.raise_if_refused()
                     return await inner(request, context)
@@ -107,15 +117,16 @@ class CallInterceptor(ServerInterceptor):
         return handle
 
     def _streaming(self, path: str, inner: Any) -> Callable[..., Awaitable[None]]:
+        method = _Method(self._service, path)
+
         # A coroutine that writes, not a generator: only so can a write have an end.
         async def handle(request: Any, context: ServicerContext[Any, Any]) -> None:
-            with self._call(path, context) as record:
+            with self._call(method, context) as record:
                 messages = inner(request, context)
                 failure: HeadraceError | None = None
                 try:
                     record.raise_if_refused()
-                    async for message in messages:
-                        await self._write(context, message)
+                    await self._write(context, messages)
                 except Exception as error:
                     failure = self._domain_error(error, context, record)
                 finally:
@@ -127,17 +138,24 @@ class CallInterceptor(ServerInterceptor):
 
         return handle
 
-    async def _write(self, context: ServicerContext[Any, Any], message: Any) -> None:
-        """Returns once the transport has taken the message: at once, or when the client has read enough of others."""
+    async def _write(self, context: ServicerContext[Any, Any], messages: AsyncIterator[Any]) -> None:
+        """Each write returns once the transport has taken it: at once, or when the client has read enough of others."""
+        alarm = Alarm()
         try:
-            async with asyncio.timeout(self._stalled_reader_s):
-                await context.write(message)
+            async with asyncio.timeout(None) as patience:
+                async for message in messages:
+                    alarm.set(self._stalled_reader_s, lambda: patience.reschedule(0))
+                    await context.write(message)
+                    alarm.stop()
         except TimeoutError:
+            if not patience.expired():
+                raise
             raise ReaderStalled(f"nothing of this stream was read for {self._stalled_reader_s:g} s") from None
+        finally:
+            alarm.close()
 
     @contextmanager
-    def _call(self, path: str, context: ServicerContext[Any, Any]) -> Any:
-        method = path.rsplit("/", 1)[-1]
+    def _call(self, method: _Method, context: ServicerContext[Any, Any]) -> Any:
         metadata = {str(k): v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
         record = _Record(metadata)
         if self.refusing:
@@ -145,47 +163,40 @@ class CallInterceptor(ServerInterceptor):
         elif self._peer_names is not None:
             record.refused = self._peer_names.refusal(context)
         self.in_flight += 1
-        IN_FLIGHT.labels(self._service, method).inc()
+        method.in_flight.inc()
         started = time.perf_counter()
         try:
-            if path.startswith(_UNTRACED) or method in _UNTRACED_METHODS:
-                enter_call(self._context(record, context))
+            if not method.traced:
+                _enter(record, context, self._default_deadline_s, "")
                 yield record
             else:
-                parent = _PROPAGATOR.extract(metadata)
-                with self._tracer.start_as_current_span(
-                    f"{self._service}.{method}",
-                    context=parent,
-                    kind=trace.SpanKind.SERVER,
-                    record_exception=False,
-                    set_status_on_exception=False,
-                ) as span:
-                    span.set_attribute("headrace.request_id", record.request_id)
-                    enter_call(self._context(record, context))
+                with self._span(method, record) as span:
+                    _enter(record, context, self._default_deadline_s, _traceparent(span))
                     yield record
-                    _finish_span(span, record)
+                    if record.code != "OK":
+                        span.set_attribute("error.type", record.reason)
+                        span.set_status(trace.StatusCode.ERROR, record.reason)
         except BaseException:  # cancelled by the client or its deadline: not an error of ours, but an outcome
             record.code = "CANCELLED"
             raise
         finally:
             self.in_flight -= 1
-            IN_FLIGHT.labels(self._service, method).dec()
-            SECONDS.labels(self._service, method).observe(time.perf_counter() - started)
-            CALLS.labels(self._service, method, record.code, record.reason).inc()
+            method.in_flight.dec()
+            method.seconds.observe(time.perf_counter() - started)
+            method.ended(record.code, record.reason).inc()
 
-    def _context(self, record: _Record, context: ServicerContext[Any, Any]) -> CallContext:
-        left = context.time_remaining()
-        # No deadline, or one of weeks, which nobody means: it gets ours, so that nothing waits for ever.
-        unlimited = left is None or math.isinf(left) or left > 10**6
-        carrier: dict[str, str] = {}
-        _PROPAGATOR.inject(carrier)
-        return CallContext(
-            request_id=record.request_id,
-            deadline=Deadline.after(self._default_deadline_s if unlimited or left is None else left),
-            peer=context.peer(),
-            metadata=record.metadata,
-            traceparent=carrier.get("traceparent", ""),
-        )
+    @contextmanager
+    def _span(self, method: _Method, record: _Record) -> Any:
+        # OpenTelemetry's own way to make a span the current one takes three more context managers.
+        parent = _PROPAGATOR.extract(record.metadata) if "traceparent" in record.metadata else Context()
+        span = self._tracer.start_span(method.span_name, context=parent, kind=trace.SpanKind.SERVER)
+        span.set_attribute("headrace.request_id", record.request_id)
+        token = otel_context.attach(trace.set_span_in_context(span))
+        try:
+            yield span
+        finally:
+            otel_context.detach(token)
+            span.end()
 
     def _domain_error(self, error: Exception, context: ServicerContext[Any, Any], record: _Record) -> HeadraceError:
         """Guard 1 of 3: whatever a handler raises becomes a domain error; a bug is logged with its trace."""
@@ -194,6 +205,28 @@ class CallInterceptor(ServerInterceptor):
             error = InternalError(f"internal error; quote request id {record.request_id}")
         record.code, record.reason = error.code.value, error.reason
         return error
+
+
+class _Method:
+    """What is the same for all calls of a method, its metrics looked up once."""
+
+    __slots__ = ("_ended", "_names", "in_flight", "seconds", "span_name", "traced")
+
+    def __init__(self, service: str, path: str) -> None:
+        name = path.rsplit("/", 1)[-1]
+        self.span_name = f"{service}.{name}"
+        self.traced = not path.startswith(_UNTRACED) and name not in _UNTRACED_METHODS
+        self._names = service, name
+        self.in_flight = IN_FLIGHT.labels(service, name)
+        self.seconds = SECONDS.labels(service, name)
+        self._ended: dict[tuple[str, str], Any] = {}
+
+    def ended(self, code: str, reason: str) -> Any:
+        """The counter of calls that ended so; reasons are few, and never the caller's."""
+        known = self._ended.get((code, reason))
+        if known is None:
+            known = self._ended[code, reason] = CALLS.labels(*self._names, code, reason)
+        return known
 
 
 class _Record:
@@ -215,10 +248,26 @@ class _Record:
             raise self.refused
 
 
-def _finish_span(span: trace.Span, record: _Record) -> None:
-    if record.code != "OK":
-        span.set_attribute("error.type", record.reason)
-        span.set_status(trace.StatusCode.ERROR, record.reason)
+def _enter(record: _Record, context: ServicerContext[Any, Any], default_s: float, traceparent: str) -> None:
+    left = context.time_remaining()
+    # No deadline, or one of weeks, which nobody means: it gets ours, so that nothing waits for ever.
+    unlimited = left is None or math.isinf(left) or left > 10**6
+    enter_call(
+        CallContext(
+            request_id=record.request_id,
+            deadline=Deadline.after(default_s if unlimited or left is None else left),
+            peer=context.peer(),
+            metadata=record.metadata,
+            traceparent=traceparent,
+        )
+    )
+
+
+def _traceparent(span: trace.Span) -> str:
+    context = span.get_span_context()
+    if not context.is_valid:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
 async def _abort(context: ServicerContext[Any, Any], error: HeadraceError, request_id: str) -> None:

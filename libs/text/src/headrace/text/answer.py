@@ -32,6 +32,7 @@ class AnswerText:
         self._detokenizer = Detokenizer(tokenizer)
         self._checker = StopChecker(stops, field=field)
         self._stop_ids = frozenset(i for i in map(tokenizer.special_id, stops) if i is not None)
+        self._stops = bool(stops)
         self._unchecked = min_tokens
         self._stopped = False
 
@@ -47,6 +48,18 @@ class AnswerText:
             self._stopped = True
             return Piece(text, True)
         return self._check(self._detokenizer.push(token_id))
+
+    def push_all(self, token_ids: Sequence[int]) -> tuple[int, Piece]:
+        """How many of them belong to the answer (all, or those up to a stop), and the text that they add."""
+        if not self._stops:
+            return len(token_ids), Piece(self._detokenizer.push_all(token_ids), False)
+        text = ""
+        for count, token_id in enumerate(token_ids, start=1):
+            piece = self.push(token_id)
+            text += piece.text
+            if piece.stopped:
+                return count, Piece(text, True)
+        return len(token_ids), Piece(text, False)
 
     def finish(self) -> str:
         """The rest: an unfinished character as U+FFFD, and text held back for a stop that did not come."""

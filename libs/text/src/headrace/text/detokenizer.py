@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterable
 
 from headrace.text.tokenizer import Tokenizer
 
@@ -23,6 +24,11 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """The characters that `token_id` completes, often none; any id is allowed."""
         return self._trimmed(self._decoder.decode(self._token_bytes[token_id]))
+
+    def push_all(self, token_ids: Iterable[int]) -> str:
+        """The characters that these complete, one after the other."""
+        spelled = self._token_bytes
+        return self._trimmed(self._decoder.decode(b"".join([spelled[token_id] for token_id in token_ids])))
 
     def finish(self) -> str:
         """What is left of an unfinished character, as U+FFFD; the next answer may then begin."""

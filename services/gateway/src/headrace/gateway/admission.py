@@ -17,7 +17,7 @@ from headrace.base.errors import HeadraceError, InvalidRequest
 from headrace.gateway import metrics
 from headrace.gateway.adapters.catalog import Catalog
 from headrace.gateway.answer import Answer, Event, Means
-from headrace.gateway.core.ask import Ask, ChatPrompt, Prompt
+from headrace.gateway.core.ask import Ask, ChatPrompt, Prompt, TokenPrompt
 from headrace.gateway.core.principal import Principal
 from headrace.gateway.core.progress import Progress, Trail
 from headrace.gateway.core.validation import check_ask, check_length, check_model, prompt_field
@@ -134,7 +134,8 @@ class Admission:
         """The prompt's token ids, made in a thread: a long prompt takes tens of milliseconds."""
         with get_tracer().start_as_current_span("gateway.tokenize") as span:
             try:
-                ids = await asyncio.to_thread(model.encode, prompt)
+                # Ids are there already: a thread's turn would cost more than all other checks together.
+                ids = prompt.ids if isinstance(prompt, TokenPrompt) else await asyncio.to_thread(model.encode, prompt)
             except InvalidRequest as error:
                 if isinstance(prompt, ChatPrompt):
                     field = (error.field or "messages").replace("messages", prompt.field, 1)

@@ -193,6 +193,8 @@ def _http_settings(settings: GatewaySettings) -> HttpSettings:
 def _server_settings(settings: GatewaySettings) -> ServerSettings:
     return ServerSettings(
         address=settings.address,
+        # Clients are far away and may be slow: a lost one is noticed by its stream that takes nothing, too.
+        keepalive=Keepalive(time_s=20.0, timeout_s=10.0),
         max_message_bytes=settings.max_message_bytes,
         default_deadline_s=settings.default_deadline_s,
         propagation_s=settings.propagation_s,

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import pairwise
 
 import structlog
 
@@ -29,11 +30,13 @@ from headrace.gateway.core.step import Finish, FinishReason
 from headrace.gateway.fleet import Fleet, Order
 from headrace.gateway.model import Model
 from headrace.gateway.submission import Attempt
+from headrace.observe.metrics import observe_all
 from headrace.text.answer import AnswerText
 
 log = structlog.get_logger(__name__)
 
 _RETRY_AFTER_S = 1.0
+_COUNT_AT_ONCE = 64  # tokens per look at the metrics: counted one by one they would cost 2 µs each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,7 @@ class Choice:
         self._shown = shown
         self._text = AnswerText(model.tokenizer, order.sampling.stop, min_tokens=order.sampling.min_tokens or 0)
         self._last_fault: EngineFault | None = None
+        self._counted = 0
         self.progress = progress
         self.engine_id = ""
         self.finish_reason = FinishReason.UNSPECIFIED
@@ -86,20 +90,23 @@ class Choice:
 
         `first` is the first attempt, or what came of it, where it was made together with the other answers'.
         """
-        while self.finish_reason is FinishReason.UNSPECIFIED:
-            self.require_time()
-            try:
-                attempt = await self._attempt(first)
-                with attempt.held():
-                    self.engine_id = attempt.engine_id
-                    async with aclosing(self._follow(attempt)) as deltas:
-                        async for delta in deltas:
-                            yield delta
-            except EngineFault as fault:
-                self._recover(fault)
-            except Unavailable as refusal:
-                raise self._no_replica(refusal) from None
-            first = None
+        try:
+            while self.finish_reason is FinishReason.UNSPECIFIED:
+                self.require_time()
+                try:
+                    attempt = await self._attempt(first)
+                    with attempt.held():
+                        self.engine_id = attempt.engine_id
+                        async with aclosing(self._follow(attempt)) as deltas:
+                            async for delta in deltas:
+                                yield delta
+                except EngineFault as fault:
+                    self._recover(fault)
+                except Unavailable as refusal:
+                    raise self._no_replica(refusal) from None
+                first = None
+        finally:
+            self._count()
         if tail := self._text.finish():
             yield answer_pb2.AnswerDelta(text=tail, index=self.progress.index)
 
@@ -143,31 +150,31 @@ class Choice:
 
     def _absorbed(self, batch: Batch) -> answer_pb2.AnswerDelta | None:
         """Take in a batch up to the answer's end, and make the delta that shows it."""
-        text, token_ids = "", []
-        for token_id, arrived_at in zip(batch.token_ids, batch.arrived_at, strict=True):
-            self._observe(arrived_at)
-            self.progress.note_token(token_id, arrived_at)
-            piece = self._text.push(token_id)
-            text += piece.text
-            token_ids.append(token_id)
-            if piece.stopped:
-                self.finish_reason = FinishReason.STOP
-                break
-        else:
-            if batch.finish is not None and batch.finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self.finish_reason = batch.finish.reason
-        metrics.TOKENS_OUT.inc(len(token_ids))
-        if not text and not token_ids:
+        count, piece = self._text.push_all(batch.token_ids)
+        token_ids = batch.token_ids[:count]
+        if token_ids:
+            self.progress.note_tokens(token_ids, batch.arrived_at[:count])
+            if not self._counted or len(self.progress.emitted) - self._counted >= _COUNT_AT_ONCE:
+                self._count()
+        if piece.stopped:
+            self.finish_reason = FinishReason.STOP
+        elif batch.finish is not None and batch.finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.finish_reason = batch.finish.reason
+        if not piece.text and not token_ids:
             return None
         return answer_pb2.AnswerDelta(
-            text=text, token_ids=token_ids, index=self.progress.index, logprobs=batch.logprobs[: len(token_ids)]
+            text=piece.text, token_ids=token_ids, index=self.progress.index, logprobs=batch.logprobs[:count]
         )
 
-    def _observe(self, arrived_at: float) -> None:
-        if self.progress.arrived_at:
-            metrics.INTER_TOKEN_SECONDS.observe(arrived_at - self.progress.arrived_at[-1])
-        else:
-            metrics.FIRST_TOKEN_SECONDS.observe(arrived_at - self.progress.admitted_at)
+    def _count(self) -> None:
+        """Bring the metrics up to the last token."""
+        arrived_at, before = self.progress.arrived_at, self._counted
+        self._counted = len(arrived_at)
+        if not before and arrived_at:
+            metrics.FIRST_TOKEN_SECONDS.observe(arrived_at[0] - self.progress.admitted_at)
+        gaps = [later - earlier for earlier, later in pairwise(arrived_at[max(0, before - 1) :])]
+        observe_all(metrics.INTER_TOKEN_SECONDS, gaps)
+        metrics.TOKENS_OUT.inc(self._counted - before)
 
     async def _confirm(self, attempt: Attempt) -> None:
         """Wait a little for the engine's account of a cancelled sequence; an answer is complete without it.

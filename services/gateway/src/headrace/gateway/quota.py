@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import secrets
 import time
 from collections import Counter
@@ -34,10 +35,14 @@ _AT_ONCE = 24
 _ANSWERS_TO_TRUST = 2
 """Probes in a row that Redis must answer before its word counts again: by then all gateways have told it of theirs."""
 
+_GREET_S = 1.0
+"""How often gateways count each other: one that does not know of a newcomer would let in too large a share."""
+
 _MOST_PENDING = 65_536  # settles that wait for Redis, 20 MB; beyond them the oldest are dropped and counted
 
 RESERVATIONS = counter("headrace_gateway_quota_reservations_total", "Reservations asked for, by outcome.", ("outcome",))
 RESERVE_SECONDS = histogram("headrace_gateway_quota_reserve_seconds", "Time a reservation took, seconds.")
+GATEWAYS = gauge("headrace_gateway_quota_gateways", "Gateways that share the limits, as Redis last said.")
 DEGRADED = gauge("headrace_gateway_quota_degraded", "1 while Redis is away and limits are shared out.")
 PENDING = gauge("headrace_gateway_quota_pending_writes", "Settles that wait to be written.")
 DROPPED = counter("headrace_gateway_quota_dropped_writes_total", "Settles given up, so that memory stays bounded.")
@@ -256,10 +261,13 @@ class Quotas:
                 await asyncio.sleep(backoff.next_s())
 
     async def _renew_forever(self) -> None:
-        heard = 0
+        heard, renewed_at = 0, -math.inf
         while True:
             try:
-                await self._renew()
+                await self._greet()
+                if self.degraded or time.monotonic() >= renewed_at + self._times.lease_s / 3:
+                    renewed_at = time.monotonic()
+                    await self._renew()
                 if self.degraded:
                     # What was let in meanwhile must be counted there first, by the other gateways, too.
                     await self._flush()
@@ -274,13 +282,16 @@ class Quotas:
                 continue
             heard = 0
             try:
-                async with asyncio.timeout(self._times.lease_s / 3):
+                async with asyncio.timeout(min(self._times.lease_s / 3, _GREET_S)):
                     await self._away.wait()
             except TimeoutError:
                 pass
 
-    async def _renew(self) -> None:
+    async def _greet(self) -> None:
         self._gateways = max(1, await self._board.hello(self._gateway_id, ttl_s=self._times.lease_s))
+        GATEWAYS.set(self._gateways)
+
+    async def _renew(self) -> None:
         live = list(self._live.values())
         await self._board.update([r.change(Verb.RENEW, r.tokens) for r in live])
         today, now = int(time.time() // 86_400), time.monotonic()

@@ -16,6 +16,9 @@ from headrace.gateway.ledger.account import CANCELLED, INTERNAL, OK, Account
 from headrace.gateway.queue import RequestQueue
 from headrace.gateway.quota import Reservation
 
+_CONFIRM_S = 2.0
+"""How long a tenant's limits wait for engines to confirm the end. One that is stuck must not lock the tenant out."""
+
 
 class Usage:
     """One request's account, reservation and share of the queue. Nothing here waits or fails."""
@@ -53,6 +56,8 @@ class Usage:
         finally:
             self._outcome = outcome
             self._settle()
+            if self._sending:
+                asyncio.get_running_loop().call_later(_CONFIRM_S, self._give_back)
 
     def answered(self, tokens: int) -> None:
         """The whole answer has `tokens`; what engines sent beyond a stop text is not the client's to pay."""
@@ -89,9 +94,16 @@ class Usage:
     def _settle(self) -> None:
         if self._outcome is None or self._sending:
             return
-        output = self._received if self._answered is None else self._answered
-        self._account.close(self._outcome, output)
+        self._account.close(self._outcome, self._output)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Settle the reservation at what is known by now; the first call counts."""
         if self._attempts:
-            self._reservation.settle(self._prompt_tokens + output)
+            self._reservation.settle(self._prompt_tokens + self._output)
         else:
             self._reservation.void()
+
+    @property
+    def _output(self) -> int:
+        return self._received if self._answered is None else self._answered

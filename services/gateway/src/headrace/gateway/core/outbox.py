@@ -34,14 +34,19 @@ class Outbox:
 
     def put(self, token_ids: Sequence[int], now: float, logprobs: Sequence[Likelihoods] = ()) -> None:
         """Add tokens that arrived at `now`; with log-probabilities each time or never."""
-        pending = self._filling()
-        pending.token_ids.extend(token_ids)
-        pending.arrived_at.extend([now] * len(token_ids))
-        pending.logprobs.extend(logprobs)
+        pending, arrived_at = self._pending, [now] * len(token_ids)
+        if pending is None:
+            self._pending = Batch(list(token_ids), arrived_at, list(logprobs))
+        else:
+            pending.token_ids.extend(token_ids)
+            pending.arrived_at.extend(arrived_at)
+            pending.logprobs.extend(logprobs)
 
     def end(self, finish: Finish) -> None:
         """No token follows."""
-        self._filling().finish = finish
+        if self._pending is None:
+            self._pending = Batch()
+        self._pending.finish = finish
 
     def __bool__(self) -> bool:
         """Whether there is anything to take."""
@@ -51,8 +56,3 @@ class Outbox:
         """Everything pending."""
         batch, self._pending = self._pending or Batch(), None
         return batch
-
-    def _filling(self) -> Batch:
-        if self._pending is None:
-            self._pending = Batch()
-        return self._pending

@@ -76,13 +76,13 @@ class Progress:
         """The running attempt reached its engine."""
         self.submitted_at = now
 
-    def note_token(self, token_id: int, arrived_at: float) -> None:
-        """The running attempt emitted a token."""
+    def note_tokens(self, token_ids: Sequence[int], arrived_at: Sequence[float]) -> None:
+        """The running attempt emitted tokens, at least one."""
         if not self.emitted:
             self._first_token_attempt = self.attempts
             self._first_token_submitted_at = self.submitted_at
-        self.emitted.append(token_id)
-        self.arrived_at.append(arrived_at)
+        self.emitted.extend(token_ids)
+        self.arrived_at.extend(arrived_at)
 
     def note_finish(self, finish: Finish) -> None:
         """The running attempt's record; only that of the attempt with the first token tells where TTFT went."""
