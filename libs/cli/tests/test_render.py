@@ -68,6 +68,7 @@ def test_deployments_show_desired_against_ready_and_why_not() -> None:
                 desired=2,
                 ready=1,
                 reason="m-2 waits",
+                saturated=1,
                 processes=[
                     control_pb.EngineProcess(engine_id="m-1", state="ready"),
                     control_pb.EngineProcess(
@@ -79,6 +80,9 @@ def test_deployments_show_desired_against_ready_and_why_not() -> None:
     )
     text = text_of(render.deployments_table(status))
     assert "m-1=ready, m-2=backing_off" in text
+    assert row_of(render.deployments_table(status), "m")[:4] == ["m", "2", "1", "1"]
+    status.deployments[0].ClearField("saturated")
+    assert row_of(render.deployments_table(status), "m")[:4] == ["m", "2", "1", "unknown"]
     assert "m-2 waits; m-2: exit code 1: [no] memory" in text, "brackets are text, not markup"
 
 
@@ -86,7 +90,15 @@ def test_replicas_say_stale_and_unknown_instead_of_a_number() -> None:
     beat = engine_pb.Heartbeat(engine_id="m-1", phase=engine_pb.PHASE_READY, free_blocks=3, total_blocks=4)
     view = routing_pb.ListReplicasResponse(replicas=[routing_pb.Replica(heartbeat=beat, fresh=False, age_s=12.34)])
     row = row_of(render.replicas_table(view), "m-1")
-    assert row == ["m-1", "stale", "(ready)", "12.3", "0", "0", "3/4", "unknown", "unknown"]
+    assert row == ["m-1", "stale", "(ready)", "12.3", "0", "0", "0", "3/4", "0", "unknown", "unknown"]
+
+
+def test_replicas_say_what_routers_hold_of_them() -> None:
+    beat = engine_pb.Heartbeat(engine_id="m-1", phase=engine_pb.PHASE_READY, running=2, waiting=3)
+    replica = routing_pb.Replica(heartbeat=beat, fresh=True, bookings=4, indexed_blocks=777, ejected_s=1.26, ramp=0.25)
+    table = render.replicas_table(routing_pb.ListReplicasResponse(replicas=[replica]))
+    assert "ready, ejected, probed in 1.3 s, new: 25% of its batch" in text_of(table)
+    assert row_of(table, "m-1")[-7:] == ["2", "3", "4", "0/0", "777", "unknown", "unknown"]
 
 
 def test_spans_are_indented_below_their_parents_even_in_a_broken_trace() -> None:

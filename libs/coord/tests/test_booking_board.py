@@ -160,6 +160,29 @@ async def test_a_heartbeat_ends_what_it_shows_and_not_what_came_too_late_for_it(
     assert await booked(board, "a") == {"a": (0, 0)}
 
 
+async def test_the_place_of_an_attempt_that_a_heartbeat_had_shown_is_free_at_its_end_and_not_twice(
+    board: BookingBoard, redis: Redis
+) -> None:
+    await beat(redis, "a")
+    for n in range(2):
+        await board.book([wish(f"r-{n}", on("a", allowance=2))])
+    await asyncio.sleep((ARRIVAL_US + 2 * SLICE_US) / 1e6)
+    await beat(redis, "a", sequence=2)  # shows both
+    assert (await board.look([("a", EPOCH)]))["a"].sequences == 0
+
+    await board.book([], [("r-0", 1)])
+    assert (await board.look([("a", EPOCH)]))["a"].sequences == -1
+    await board.book([], [("r-0", 1)])
+    assert (await board.look([("a", EPOCH)]))["a"].sequences == -1
+    # The heartbeat says that it is full: two sequences on their way more would be saturated, but one place is free.
+    (full, taken) = await board.book([wish("r-2", on("a", allowance=0)), wish("r-3", on("a", allowance=0))])
+    assert (full.chosen, taken.chosen) == (0, None)
+
+    await asyncio.sleep((ARRIVAL_US + 2 * SLICE_US) / 1e6)
+    await beat(redis, "a", sequence=3)  # shows that r-0 is gone and r-2 has come
+    assert (await board.look([("a", EPOCH)]))["a"].sequences == 0
+
+
 async def test_a_new_life_owes_nothing_of_the_old_ones_bookings(board: BookingBoard, redis: Redis) -> None:
     await beat(redis, "a")
     await board.book([wish("r1", on("a"))])

@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import pytest
 
-from headrace.api.control.v1.intent_pb2 import Bundle, Deployment
+from headrace.api.control.v1.intent_pb2 import Bundle, Deployment, Routing
+from headrace.api.control.v1.intent_pb2 import Saturation as Bounds
+from headrace.base.saturation import Saturation
 from headrace.bundle.bundle import digest
 from headrace.bundle.intent import encode
 from headrace.bundle.keys import bundle_key, deployment_key
@@ -120,6 +122,25 @@ async def test_a_value_that_cannot_be_used_leaves_the_last_good_one_in_force(
     mended = (await read_until(lambda i: not i["chat"].problem))["chat"]
     assert isinstance(mended, Wanted)
     assert mended.replicas == 3
+
+
+async def test_the_threshold_is_read_with_zero_as_a_value_and_kept_when_the_next_one_has_no_sense(
+    client: EtcdClient, read_until: ReadUntil
+) -> None:
+    await client.put(deployment_key("chat"), encode(deployment()))
+    usual = (await read_until(lambda i: "chat" in i and not i["chat"].problem))["chat"]
+    assert isinstance(usual, Wanted)
+    assert usual.saturation == Saturation()
+    routing = Routing(saturation=Bounds(waiting=0.0))
+    await client.put(deployment_key("chat"), encode(deployment(routing=routing)))
+    strict = Saturation(waiting=0.0)
+    await read_until(lambda i: getattr(i["chat"], "saturation", None) == strict)
+    senseless = encode(deployment(routing=routing)).replace(b'"waiting": 0', b'"waiting": -1')
+    assert b"-1" in senseless
+    await client.put(deployment_key("chat"), senseless)
+    kept = (await read_until(lambda i: bool(i["chat"].problem)))["chat"]
+    assert isinstance(kept, Wanted)
+    assert kept.saturation == strict
 
 
 async def test_a_value_that_was_never_good_is_unreadable_and_not_absent(

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from prometheus_client import REGISTRY
+
 from headrace.controller.core.decision import Action, Forget, Start
-from headrace.controller.core.fleet import EngineId, Heartbeat, Intent, Life, Process, Spec, Wanted
+from headrace.controller.core.fleet import EngineId, Heartbeat, Intent, Life, Load, Phase, Process, Spec, Wanted
 from headrace.controller.core.policy import Policy
 from headrace.controller.core.reconcile import decide
 from headrace.controller.loops import Pace, ReconcileLoop
@@ -71,15 +73,20 @@ class Intents:
         await asyncio.Event().wait()
 
 
-class NoHeartbeatsYet:
+@dataclass
+class Beats:
+    said: Mapping[EngineId, Heartbeat] | None = field(default_factory=dict)
+
     async def read(self) -> Mapping[EngineId, Heartbeat] | None:
-        return {}
+        return self.said
 
 
-def loop_over(table: Table, intents: Intents, *, action_timeout_s: float = 5.0) -> ReconcileLoop:
+def loop_over(
+    table: Table, intents: Intents, beats: Beats | None = None, *, action_timeout_s: float = 5.0
+) -> ReconcileLoop:
     return ReconcileLoop(
         intent=intents,
-        heartbeats=NoHeartbeatsYet(),
+        heartbeats=beats or Beats(),
         provisioner=table,
         judge=decide,
         leadership=table,
@@ -137,3 +144,34 @@ async def test_a_process_table_that_cannot_be_read_leaves_the_last_picture_and_n
     await loop.turn()
     assert loop.latest is before
     assert table.acted == 1
+
+
+async def test_the_gauge_of_saturated_replicas_is_gone_while_their_number_is_not_known() -> None:
+    table, beats = Table(), Beats()
+    loop = loop_over(table, Intents(wanted={"gauged": Wanted(spec=SPEC, replicas=1)}), beats)
+    await loop.turn()
+    assert shown() is None, "nobody is ready"
+    beats.said = {EngineId("gauged-1"): full_beat()}
+    await loop.turn()
+    assert shown() == 1
+    assert loop.latest.settled, "so it looks no more often than otherwise"
+    beats.said = None
+    await loop.turn()
+    assert shown() is None
+
+
+def shown() -> float | None:
+    return REGISTRY.get_sample_value("headrace_controller_saturated_replicas", {"deployment": "gauged"})
+
+
+def full_beat() -> Heartbeat:
+    return Heartbeat(
+        deployment="gauged",
+        bundle_digest=SPEC.bundle_digest,
+        backend=SPEC.backend,
+        epoch_ns=1_500_000_000,
+        pid=1,
+        phase=Phase.READY,
+        age_s=0.1,
+        load=Load(waiting=4, running=4, booked=0, max_num_seqs=4, pressure=0.5),
+    )

@@ -10,6 +10,7 @@ from headrace.controller.core.fleet import (
     Heartbeat,
     Intent,
     Life,
+    Load,
     Phase,
     Process,
     Spec,
@@ -43,6 +44,7 @@ def beat(process: Process, phase: Phase = Phase.READY, age_s: float = 0.1) -> He
         pid=process.pid,
         phase=phase,
         age_s=age_s,
+        load=Load(waiting=0, running=0, booked=0, max_num_seqs=4, pressure=0.0),
     )
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headrace.controller.core.decision import Standing, Why
-from headrace.controller.core.fleet import EngineId, Heartbeat, Intent, Phase, Spec, Unreadable, Wanted
+from headrace.controller.core.fleet import EngineId, Heartbeat, Intent, Load, Phase, Spec, Unreadable, Wanted
 from headrace.controller.core.memory import State
 from headrace.controller.core.policy import Policy
 from headrace.controller.core.survey import survey
@@ -11,7 +13,14 @@ SPEC = Spec(bundle_digest="b1", backend="model", settings=(("max_num_seqs", "8")
 
 def beat(phase: Phase = Phase.READY, age_s: float = 0.2, digest: str = "b1") -> Heartbeat:
     return Heartbeat(
-        deployment="chat", bundle_digest=digest, backend="model", epoch_ns=1, pid=1, phase=phase, age_s=age_s
+        deployment="chat",
+        bundle_digest=digest,
+        backend="model",
+        epoch_ns=1,
+        pid=1,
+        phase=phase,
+        age_s=age_s,
+        load=Load(waiting=0, running=0, booked=0, max_num_seqs=4, pressure=0.0),
     )
 
 
@@ -51,3 +60,13 @@ def test_phases_are_shown_by_the_protocols_names() -> None:
     decision, _ = survey(0.0, {}, [], beats, State(), Policy())
     shown = {e.process.engine_id: e.standing for e in decision.deployments[0].engines}
     assert shown == {"warming": Standing.STARTING, "ready": Standing.READY, "draining": Standing.DRAINING}
+
+
+def test_engines_that_others_run_are_told_to_be_saturated_by_the_same_measure() -> None:
+    full = replace(beat(), load=Load(waiting=4, running=4, booked=0, max_num_seqs=4, pressure=0.2))
+    for beats, saturated in (([full, full], 2), ([full, beat()], 1)):
+        heartbeats = {EngineId(f"e{n}"): one for n, one in enumerate(beats)}
+        decision, _ = survey(0.0, {"chat": Wanted(spec=SPEC, replicas=2)}, [], heartbeats, State(), Policy())
+        (view,) = decision.deployments
+        assert view.saturated == saturated
+        assert [r.why for r in view.reasons] == [Why.SATURATED] * (saturated == 2)

@@ -29,7 +29,7 @@ from headrace.router.core.eligibility import Verdict
 from headrace.router.core.estimate import NO_OVERLAP, Booked, Cost
 from headrace.router.core.placement import Decision, Placed, Reason
 from headrace.router.core.prefix_index import PrefixIndex
-from headrace.router.core.replica import Attempt, AttemptKey
+from headrace.router.core.replica import Attempt, AttemptKey, EngineId
 from headrace.router.core.router import Router
 from headrace.router.core.rules import Policy, Rules
 from headrace.router.loops import ViewLoop
@@ -236,6 +236,21 @@ async def test_without_redis_one_batch_pays_the_timeout_and_the_rest_decide_at_o
             assert not degraded
 
 
+async def test_a_burst_that_waited_for_a_redis_in_vain_spreads_too(tmp_path: Path):
+    with EmbeddedRedis.start(tmp_path) as server:
+        async with open_redis(server.url) as redis:
+            await beat(ReplicaBoard(redis), "a", "b", "c", "d")
+        async with routers(server.url, 1) as (one,):
+            os.kill(server.pid, signal.SIGSTOP)
+            try:
+                decisions = await burst([one], 100)
+            finally:
+                os.kill(server.pid, signal.SIGCONT)
+        chosen = spread(decisions)
+        assert sum(chosen.values()) == 100
+        assert max(chosen.values()) - min(chosen.values()) <= 2, chosen
+
+
 async def test_a_redis_that_came_back_empty_is_bridged_by_the_last_view(tmp_path: Path):
     with EmbeddedRedis.start(tmp_path) as server:
         async with open_redis(server.url) as redis:
@@ -311,3 +326,30 @@ async def test_redis_and_the_router_alone_choose_alike(a_replica, redis_server: 
             assert seen == [c.booked for c in candidates]
             assert answer.chosen is not None
             assert candidates[answer.chosen] is preference.choose(candidates, rules.policy, tie), seed
+
+
+@pytest.mark.parametrize("known_blocks", [0, 20])
+async def test_siblings_that_arrive_at_the_same_moment_meet_where_the_first_of_them_goes(
+    redis_server: EmbeddedRedis, board: ReplicaBoard, known_blocks: int
+):
+    await beat(board, "a", "b", "c", "d")
+    shared = [bytes([n]) * 16 for n in range(64)]
+    async with routers(redis_server.url, 1) as (one,):
+        for engine_id in "abcd":
+            one.router.index.begin(EngineId(engine_id), 1)
+            one.router.index.snapshot(EngineId(engine_id), 1, shared[:known_blocks], 0)
+        own = [bytes([100 + n]) * 16 for n in range(16)]
+        siblings = (one.place(f"r{n}", hashes=[*shared, own[n]], block_size=16, prompt_tokens=1040) for n in range(16))
+        chosen = spread(await asyncio.gather(*siblings))
+    assert len(chosen) == 1, chosen
+
+
+async def test_the_next_sibling_goes_on_when_the_first_is_cancelled(redis_server: EmbeddedRedis, board: ReplicaBoard):
+    await beat(board, "a", "b")
+    sizes: dict[str, Any] = {"hashes": [bytes([n]) * 16 for n in range(64)], "block_size": 16, "prompt_tokens": 1056}
+    async with routers(redis_server.url, 1) as (one,):
+        first, second = (asyncio.create_task(one.place(f"r{n}", **sizes)) for n in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        async with asyncio.timeout(5):
+            assert isinstance(await second, Placed)

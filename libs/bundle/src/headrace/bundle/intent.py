@@ -134,6 +134,15 @@ def validate_issuer(issuer: Issuer) -> None:
     _check_names("tenants", issuer.tenants, _TENANT, _TENANT_WHY)
 
 
+def saturation_of(routing: Routing) -> Saturation:
+    """The bounds in force: those given, 0 included, the usual ones where none is; ValueError for one without sense."""
+    bounds, usual = routing.saturation, Saturation()
+    return Saturation(
+        waiting=bounds.waiting if bounds.HasField("waiting") else usual.waiting,
+        pressure=bounds.pressure if bounds.HasField("pressure") else usual.pressure,
+    )
+
+
 def default_sampling(bundle: Bundle) -> SamplingParams:
     """The bundle's sampling defaults, absent where it has none; InvalidRequest names the entry at fault."""
     defaults = SamplingParams()
@@ -176,12 +185,8 @@ def _check_routing(routing: Routing) -> None:
     if routing.HasField("freshness_s"):
         _require(0.1 <= routing.freshness_s <= 60, "routing.freshness_s", "must be from 0.1 to 60 seconds")
     _require(0 <= routing.slow_start_s <= 3600, "routing.slow_start_s", "must be from 0 to 3600 seconds")
-    bounds, usual = routing.saturation, Saturation()
     try:
-        Saturation(
-            waiting=bounds.waiting if bounds.HasField("waiting") else usual.waiting,
-            pressure=bounds.pressure if bounds.HasField("pressure") else usual.pressure,
-        )
+        saturation_of(routing)
     except ValueError as error:
         field, _, why = str(error).partition(" ")
         raise InvalidRequest(f"routing.{field}", why) from None

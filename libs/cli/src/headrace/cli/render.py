@@ -19,6 +19,9 @@ from headrace.api.routing.v1 import routing_service_pb2 as routing_pb
 from headrace.api.telemetry.v1 import telemetry_service_pb2 as telemetry_pb
 
 PIPE_WIDTH = 200
+_REPLICA_COLUMNS = (
+    "replica", "phase", "age s", "running", "waiting", "booked", "free blocks", "indexed", "prefill tok/s", "ITL ms",
+)  # fmt: skip
 
 
 def _add(table: Table, *cells: str) -> None:
@@ -75,35 +78,49 @@ def services_table(rows: Sequence[tuple[str, int, str, str]]) -> Table:
 def deployments_table(status: control_pb.GetStatusResponse) -> Table:
     """Desired against ready, and the processes behind."""
     table = Table(title="deployments", box=box.SIMPLE, title_justify="left")
-    for column in ("deployment", "desired", "ready", "processes", "note"):
+    for column in ("deployment", "desired", "ready", "saturated", "processes", "note"):
         table.add_column(column)
     for d in status.deployments:
         processes = ", ".join(f"{p.engine_id}={p.state}" for p in d.processes)
         notes = [d.reason, *(f"{p.engine_id}: {p.last_exit}" for p in d.processes if p.last_exit)]
-        _add(table, d.name, str(d.desired), str(d.ready), processes, "; ".join(n for n in notes if n))
+        saturated = str(d.saturated) if d.HasField("saturated") else "unknown"
+        _add(table, d.name, str(d.desired), str(d.ready), saturated, processes, "; ".join(n for n in notes if n))
     return table
 
 
 def replicas_table(view: routing_pb.ListReplicasResponse) -> Table:
-    """The router's view: load and freshness of each replica."""
+    """The router's view: standing, load and freshness of each replica; `indexed` are prefix blocks known there."""
     table = Table(title="replicas", box=box.SIMPLE, title_justify="left")
-    for column in ("replica", "phase", "age s", "running", "waiting", "free blocks", "prefill tok/s", "ITL ms"):
+    for column in _REPLICA_COLUMNS:
         table.add_column(column)
     for r in view.replicas:
         h = r.heartbeat
-        phase = engine_pb.Phase.Name(h.phase).removeprefix("PHASE_").lower()
         _add(
             table,
             h.engine_id,
-            phase if r.fresh else f"stale ({phase})",
+            _standing(r),
             f"{r.age_s:.1f}",
             str(h.running),
             str(h.waiting),
+            str(r.bookings),
             f"{h.free_blocks}/{h.total_blocks}",
+            str(r.indexed_blocks),
             f"{h.prefill_tokens_per_s:.0f}" if h.HasField("prefill_tokens_per_s") else "unknown",
             f"{h.itl_ms:.1f}" if h.HasField("itl_ms") else "unknown",
         )
     return table
+
+
+def _standing(replica: routing_pb.Replica) -> str:
+    """Its phase, and what keeps requests from it or most of them."""
+    phase = engine_pb.Phase.Name(replica.heartbeat.phase).removeprefix("PHASE_").lower()
+    if not replica.fresh:
+        phase = f"stale ({phase})"
+    if replica.ejected_s:
+        phase += f", ejected, probed in {replica.ejected_s:.1f} s"
+    if 0 < replica.ramp < 1:
+        phase += f", new: {replica.ramp:.0%} of its batch"
+    return phase
 
 
 def trace_table(trace: telemetry_pb.GetTraceResponse) -> Table:

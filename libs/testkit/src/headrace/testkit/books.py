@@ -6,9 +6,11 @@ import time
 from typing import Any
 
 from headrace.api.control.v1.intent_pb2 import ApiKey, Limits, Tenant
+from headrace.api.inference.v1 import inference_service_pb2 as inference_pb
 from headrace.api.telemetry.v1 import telemetry_service_pb2 as pb
 from headrace.api.telemetry.v1 import telemetry_service_pb2_grpc as rpc
 from headrace.base.deadline import Deadline
+from headrace.base.errors import Unauthenticated
 from headrace.bundle import intent, keys
 from headrace.bundle.intent import new_api_key
 from headrace.cli.intent import grant_key
@@ -37,9 +39,6 @@ async def tenant_key(cluster: Cluster, tenant: str, limits: Limits | None = None
 
 
 async def _until_accepted(cluster: Cluster, gateway: str, key: str) -> None:
-    from headrace.api.inference.v1 import inference_service_pb2 as inference_pb
-    from headrace.base.errors import Unauthenticated
-
     async with cluster.client(gateway, api_key=key) as client:
 
         async def accepted() -> bool:
@@ -103,8 +102,6 @@ async def _asked(cluster: Cluster, question: pb.QueryUsageRequest) -> pb.QueryUs
 def with_id(client: Client, request_id: str, **more: str) -> dict[str, str]:
     """The metadata of a call that names its request itself."""
     return client.metadata | {"x-request-id": request_id} | more
-
-
 
 
 __all__ = ["tenant_key", "the_row", "usage_rows", "usage_sums", "with_id"]

@@ -21,6 +21,7 @@ from headrace.controller.servicer import SERVICE, ControlServicer
 from headrace.controller.settings import ControllerSettings, ProvisionerName
 from headrace.coord.etcd.client import EtcdClient
 from headrace.coord.etcd.election import Election
+from headrace.coord.redis.booking_board import BookingBoard
 from headrace.coord.redis.replica_board import ReplicaBoard
 from headrace.coord.redis.store import open_redis
 from headrace.observe.log import get_logger
@@ -45,14 +46,17 @@ class ControllerApp:
         self._tracing = Tracing("controller", instance, settings.otlp_endpoint or None)
         self._intent = EtcdIntent(self._etcd)
         self._provisioner, judge = self._provision()
+        policy = Policy(drain_s=settings.drain_s, longest_restart_s=settings.longest_restart_s)
         self._election = Election(self._etcd, ELECTION, instance, settings.leader_ttl_s)
         self._loop = ReconcileLoop(
             intent=self._intent,
-            heartbeats=RedisHeartbeats(ReplicaBoard(self._redis)),
+            heartbeats=RedisHeartbeats(
+                ReplicaBoard(self._redis), BookingBoard(self._redis, longest_s=policy.freshness_s)
+            ),
             provisioner=self._provisioner,
             judge=judge,
             leadership=self._election,
-            policy=Policy(drain_s=settings.drain_s, longest_restart_s=settings.longest_restart_s),
+            policy=policy,
             pace=Pace(period_s=settings.period_s, action_timeout_s=settings.action_timeout_s),
         )
         self._server = Server(ServerSettings(address=settings.address, grace_s=2.0), service_name="controller")

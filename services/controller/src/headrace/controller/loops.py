@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from headrace.controller.metrics import (
     LEADING,
     READY,
     RECONCILE_S,
+    SATURATED,
     STARTS,
 )
 from headrace.controller.ports import (
@@ -134,14 +136,24 @@ class ReconcileLoop:
         for name in {view.name for view in self.latest.deployments} - {view.name for view in decision.deployments}:
             DESIRED.remove(name)
             READY.remove(name)
+            _show_saturated(name, None)
             self._said.pop(name, None)
         self.latest = decision
         for view in decision.deployments:
             DESIRED.labels(view.name).set(view.desired)
             READY.labels(view.name).set(view.ready)
+            _show_saturated(view.name, view.saturated)
             if self._said.get(view.name) != view.text:
                 self._said[view.name] = view.text
                 log.info("deployment_judged", deployment=view.name, ready=view.ready, reason=view.text or "as wanted")
         for process in decision.ended:
             EXITS.labels(process.deployment, str(process.life is Life.STOPPED).lower()).inc()
             log.info("engine_ended", engine=process.engine_id, pid=process.pid, exit=process.last_exit)
+
+
+def _show_saturated(deployment: str, saturated: int | None) -> None:
+    if saturated is not None:
+        SATURATED.labels(deployment).set(saturated)
+        return
+    with contextlib.suppress(KeyError):  # it was not known before, either
+        SATURATED.remove(deployment)

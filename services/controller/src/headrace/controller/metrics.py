@@ -6,6 +6,11 @@ from headrace.observe.metrics import counter, gauge, histogram
 
 DESIRED = gauge("headrace_controller_desired_replicas", "Replicas wanted.", ("deployment",))
 READY = gauge("headrace_controller_ready_replicas", "Replicas ready by fresh heartbeat.", ("deployment",))
+SATURATED = gauge(
+    "headrace_controller_saturated_replicas",
+    "Ready replicas at the saturation threshold; absent when it is not known.",
+    ("deployment",),
+)
 LEADING = gauge("headrace_controller_leading", "1 while this controller is the one that acts.")
 STARTS = counter("headrace_controller_engine_starts_total", "Engine processes started.", ("deployment",))
 EXITS = counter(

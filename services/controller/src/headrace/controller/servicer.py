@@ -43,6 +43,7 @@ def _deployment(view: DeploymentView, leading: bool) -> pb.DeploymentStatus:
         ready=view.ready,
         processes=[_engine(engine) for engine in view.engines],
         reason="; ".join(said),
+        saturated=view.saturated,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from functools import cache
 
 from headrace.api.routing.v1 import routing_service_pb2 as pb
@@ -15,6 +14,7 @@ from headrace.router.core.router import Router
 from headrace.router.core.view import State
 
 _DECISIONS = counter("headrace_router_placements_total", "Placement decisions: placed, or why not.", ("outcome",))
+_PLACED = _DECISIONS.labels("placed")
 _VERDICTS = counter("headrace_router_verdicts_total", "What became of each replica in each decision.", ("verdict",))
 _SECONDS = histogram(
     "headrace_router_place_seconds",
@@ -48,12 +48,18 @@ _shown: set[str] = set()  # deployments that have a saturation gauge: one whose 
 
 def count_decision(decision: Decision, prompt_tokens: int, seconds: float) -> None:
     """One prompt's placement decided, in `seconds`."""
-    _DECISIONS.labels("placed" if isinstance(decision, Placed) else decision.reason.value).inc()
-    for verdict, n in Counter(c.verdict for c in decision.considered).items():
+    counts: dict[Verdict, int] = {}
+    for considered in decision.considered:
+        verdict = considered.verdict
+        counts[verdict] = counts.get(verdict, 0) + 1
+    for verdict, n in counts.items():
         _verdict(verdict).inc(n)
     if isinstance(decision, Placed):
+        _PLACED.inc()
         _REUSED.inc(decision.cached_tokens)
         _PROMPTS.inc(prompt_tokens)
+    else:
+        _DECISIONS.labels(decision.reason.value).inc()
     _SECONDS.observe(seconds)
 
 

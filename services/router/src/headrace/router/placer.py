@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from headrace.base.errors import Unavailable
@@ -13,7 +14,8 @@ from headrace.router.core.estimate import Booked
 from headrace.router.core.placement import Decision, Placed, Refused, refused
 from headrace.router.core.preference import ranked
 from headrace.router.core.replica import Attempt
-from headrace.router.core.router import Router
+from headrace.router.core.router import FAMILY_BLOCKS, Router
+from headrace.router.core.rules import Policy
 from headrace.router.ports import Clock
 
 SHORTLIST = 8
@@ -31,11 +33,30 @@ class Placer:
         self._router = router
         self._booker = booker
         self._clock = clock
+        self._firsts: dict[tuple[str, bytes], asyncio.Event] = {}
 
     async def place(self, attempt: Attempt) -> tuple[Decision, bool]:
-        """The decision, and whether it was made without Redis."""
+        """The decision, and whether it was made without Redis.
+
+        Siblings that bring the same new prefix at the same moment follow the first of them: asked about together,
+        none would know where the others go, and each replica would compute the prefix.
+        """
+        found = self._router.look(attempt, self._clock())
+        news = _news(found)
+        if news is None:
+            return await self._placed(attempt, found)
+        if (first := self._firsts.get(news)) is not None:
+            await first.wait()
+            return await self._placed(attempt, self._router.look(attempt, self._clock()))
+        placed = self._firsts[news] = asyncio.Event()
+        try:
+            return await self._placed(attempt, found)
+        finally:
+            del self._firsts[news]
+            placed.set()
+
+    async def _placed(self, attempt: Attempt, found: Survey | Refused) -> tuple[Decision, bool]:
         router = self._router
-        found = router.look(attempt, self._clock())
         if isinstance(found, Refused):
             return found, router.view.degraded
         if not found.candidates:
@@ -46,7 +67,8 @@ class Placer:
         try:
             chosen = await self._shared(found, chance)
         except Unavailable:
-            return router.decide(found, chance, self._clock()), True
+            # A new look: all who waited for this call had looked before any of them was booked.
+            return router.place(attempt, self._clock()), True
         if chosen is not None:
             return router.settle(found, chosen, self._clock()), False
         if router.view.rebuilding(self._clock()):
@@ -76,11 +98,25 @@ class Placer:
         return decision, isinstance(decision, Placed)
 
 
+def _news(found: Survey | Refused) -> tuple[str, bytes] | None:
+    """Names the new prefix that the attempt brings, by its deployment and the hash of its first 256 tokens that no
+    candidate has or expects; None when it brings less."""
+    if isinstance(found, Refused) or found.rules.policy is not Policy.LEAST_COMPLETION_TIME:
+        return None
+    attempt = found.attempt
+    if len(attempt.hashes) < FAMILY_BLOCKS:
+        return None
+    known = max((c.overlap.cached_tokens for c in found.candidates), default=0) // attempt.block_size
+    new = attempt.hashes[known : known + FAMILY_BLOCKS]
+    return (attempt.deployment, new[-1]) if len(new) == FAMILY_BLOCKS else None
+
+
 def _note(part: Sequence[Candidate], answer: Answer) -> None:
     for candidate, seen in zip(part, answer.seen, strict=True):
-        candidate.booked = Booked(sequences=seen.sequences, prompt_tokens=seen.tokens)
-        if seen.state is not State.FREE:
+        state, age_s, sequences, tokens = seen
+        candidate.behind(Booked(sequences, tokens))
+        if state is not State.FREE:
             # Another life is there by now, and has not been read yet.
-            candidate.verdict = _VERDICTS.get(seen.state, Verdict.NOT_READY)
-        if seen.state is State.STALE:
-            candidate.age_s = seen.age_s
+            candidate.verdict = _VERDICTS.get(state, Verdict.NOT_READY)
+        if state is State.STALE:
+            candidate.age_s = age_s

@@ -101,37 +101,46 @@ def _tell(attempt: Attempt, decision: Decision, degraded: bool) -> None:
     traced, refused = span.is_recording(), isinstance(decision, Refused)
     reasons = _reasons(decision.considered) if traced or refused else []
     if traced:
-        span.set_attribute("headrace.attempt", attempt.key.attempt)
-        span.set_attribute("headrace.degraded", degraded)
-        span.set_attribute("headrace.considered", reasons)
+        span.set_attributes(_attributes(attempt, decision, degraded, reasons))
     facts = {"request": attempt.key.request_id, "attempt": attempt.key.attempt, "degraded": degraded}
     if isinstance(decision, Placed):
-        if traced:
-            span.set_attribute("headrace.engine_id", decision.replica.engine_id)
-            span.set_attribute("headrace.cached_tokens", decision.cached_tokens)
-            span.set_attribute("headrace.policy", decision.policy.value)
-            if decision.estimate:
-                span.set_attribute("headrace.estimate_s", decision.estimate.total_s)
         total_s = round(decision.estimate.total_s, 4) if decision.estimate else None
         log.debug("placement_decided", engine=decision.replica.engine_id, total_s=total_s, considered=reasons, **facts)
     else:
         log.info("placement_refused", reason=decision.reason.value, considered=reasons, **facts)
 
 
-_FIRST_TOLD = {Verdict.CHOSEN: 0, Verdict.SLOWER: 1, Verdict.SATURATED: 2}
+def _attributes(
+    attempt: Attempt, decision: Decision, degraded: bool, reasons: list[str]
+) -> dict[str, str | bool | int | float | list[str]]:
+    told: dict[str, str | bool | int | float | list[str]] = {
+        "headrace.attempt": attempt.key.attempt,
+        "headrace.degraded": degraded,
+        "headrace.considered": reasons,
+    }
+    if isinstance(decision, Placed):
+        told["headrace.engine_id"] = decision.replica.engine_id
+        told["headrace.cached_tokens"] = decision.cached_tokens
+        told["headrace.policy"] = decision.policy.value
+        if decision.estimate:
+            told["headrace.estimate_s"] = decision.estimate.total_s
+    return told
+
+
+_FIRST_TOLD = {verdict: 3 for verdict in Verdict} | {Verdict.CHOSEN: 0, Verdict.SLOWER: 1, Verdict.SATURATED: 2}
 
 
 def _reasons(considered: tuple[Considered, ...]) -> list[str]:
-    told = sorted(considered, key=lambda c: _FIRST_TOLD.get(c.verdict, 3))[:SPAN_REPLICAS]
-    return sorted(_reason(c) for c in told)
+    told = sorted(considered, key=lambda c: _FIRST_TOLD[c.verdict])[:SPAN_REPLICAS]
+    return sorted(map(_reason, told))
 
 
-def _reason(c: Considered) -> str:
-    text = f"{c.engine_id}={c.verdict.value} age={c.age_s:.3f}"
-    if c.estimate is None:
-        return text
-    e = c.estimate
+def _reason(considered: Considered) -> str:
+    engine_id, verdict, age_s, estimate, cached_tokens, bookings, *_ = considered
+    if estimate is None:
+        return f"{engine_id}={verdict.value} age={age_s:.3f}"
+    queue_s, prefill_s, decode_s = estimate
     return (
-        f"{text} queue={e.queue_s:.3f} prefill={e.prefill_s:.3f} decode={e.decode_s:.3f}"
-        f" cached={c.cached_tokens} booked={c.bookings}"
+        f"{engine_id}={verdict.value} age={age_s:.3f} queue={queue_s:.3f} prefill={prefill_s:.3f}"
+        f" decode={decode_s:.3f} cached={cached_tokens} booked={bookings}"
     )

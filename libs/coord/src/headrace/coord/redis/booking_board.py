@@ -7,8 +7,10 @@ routers place at once, none of them takes a place twice. A whole batch of placem
 A replica's bookings are one string, its *ledger*: its epoch, and per 25 ms of time how many sequences and prompt tokens
 were booked in it. Sums cost a dozen additions, however many requests a second. A slice of time ends when a heartbeat
 stamped ARRIVAL_US (0.1 s) after it shows what was booked in it, or when it is older than a booking may become; the
-ledger itself has the same time to live. Beside it each attempt has an entry that says where it is booked, by which it
-is released or moved. Server and board are one Redis: the function touches keys that only it knows.
+ledger itself has the same time to live. An attempt that ends after a heartbeat has shown it is entered as one sequence
+fewer until the next heartbeat: on a full fleet its place would else stay empty for a quarter of a second.
+Beside the ledgers each attempt has an entry that says where it is booked, by which it is released or moved. Server and
+board are one Redis: the function touches keys that only it knows.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain
+from functools import cache
 from typing import NamedTuple
 
 from redis.asyncio import Redis
 
 from headrace.coord.redis.booking_script import BOOK
 from headrace.coord.redis.replica_board import KEY
-from headrace.coord.redis.store import redis_errors
+from headrace.coord.redis.script_line import ScriptLine
+from headrace.coord.redis.store import TIMEOUT_S, redis_errors
 
 
 class Preference(Enum):
@@ -74,14 +77,16 @@ class Terms(NamedTuple):
     credit_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One life of a replica that may run the attempt; it is saturated once `allowance` sequences are booked on it."""
+class Candidate(NamedTuple):
+    """One life of a replica that may run the attempt; it is saturated once `allowance` sequences are booked on it.
+
+    A tuple: every placement makes eight. `terms` are those of `Terms`, or a tuple of the same numbers.
+    """
 
     engine_id: str
     epoch: int
     tokens: int
-    terms: Terms
+    terms: tuple[float, ...]
     allowance: int
 
 
@@ -116,17 +121,18 @@ class Answer:
 
 
 _STATES = tuple(State(n) for n in range(len(State)))
-_HEAD = struct.Struct("<5d")
-_EACH = struct.Struct("<16d")
+_KEY = KEY.encode()
 
 
 class BookingBoard:
-    """The bookings in `redis`; each ends by itself after `longest_s`. Unavailable when Redis does not answer."""
+    """The bookings in `redis`; each ends by itself after `longest_s`. Unavailable when Redis does not answer.
+
+    Keeps one connection of the client, which closes it.
+    """
 
     def __init__(self, redis: Redis, *, longest_s: float) -> None:
-        self._redis = redis
         self._longest_us = int(longest_s * 1e6)
-        self._script = redis.register_script(BOOK)
+        self._line = ScriptLine(redis, BOOK, timeout_s=TIMEOUT_S)
 
     async def book(self, wishes: Sequence[Wish], releases: Sequence[tuple[str, int]] = ()) -> list[Answer]:
         """Choose and book for each wish in turn, after ending the bookings of `releases`; all in one call.
@@ -134,16 +140,16 @@ class BookingBoard:
         An attempt that is booked already is moved. Releasing one that is not booked is no error.
         """
         replicas: dict[tuple[str, int], int] = {}
-        packed: list[str | bytes] = []
+        packed: list[bytes] = []
         for wish in wishes:
             packed += (_entry(wish.request_id, wish.attempt), _packed(wish, replicas))
-        arguments: list[str | bytes | int] = [self._longest_us, len(wishes), len(releases), len(replicas)]
-        arguments += [engine_id for engine_id, _ in replicas]
-        arguments += [f"{epoch:020d}" for _, epoch in replicas]
+        arguments = [b"%d" % n for n in (self._longest_us, len(wishes), len(releases), len(replicas))]
+        arguments += [engine_id.encode() for engine_id, _ in replicas]
+        arguments += [b"%020d" % epoch for _, epoch in replicas]
         arguments += packed
         arguments += [_entry(*release) for release in releases]
         with redis_errors():
-            answers = await self._script(keys=[KEY], args=arguments)
+            answers = await self._line.call(_KEY, arguments)
         return [_answer(answer) for answer in answers]
 
     async def look(self, replicas: Sequence[tuple[str, int]]) -> dict[str, Seen]:
@@ -167,25 +173,34 @@ def _nowhere(engine_id: str, epoch: int) -> Candidate:
     return Candidate(engine_id=engine_id, epoch=epoch, tokens=0, terms=Terms(*[1.0] * len(Terms._fields)), allowance=0)
 
 
-def _entry(request_id: str, attempt: int) -> str:
-    return f"{request_id}:{attempt}"
+def _entry(request_id: str, attempt: int) -> bytes:
+    return f"{request_id}:{attempt}".encode()
 
 
 def _packed(wish: Wish, replicas: dict[tuple[str, int], int]) -> bytes:
     """As doubles: preference, freshness, chance, sequences, count; then 16 per candidate. Replicas count from 1."""
-    each = [
-        _EACH.pack(replicas.setdefault((c.engine_id, c.epoch), len(replicas) + 1), c.tokens, *c.terms, c.allowance)
-        for c in wish.candidates
+    flat: list[float] = [
+        wish.preference.value,
+        wish.freshness_s * 1e6,
+        wish.chance,
+        wish.sequences,
+        len(wish.candidates),
     ]
-    head = _HEAD.pack(wish.preference.value, wish.freshness_s * 1e6, wish.chance, wish.sequences, len(each))
-    return b"".join(chain((head,), each))
+    for engine_id, epoch, tokens, terms, allowance in wish.candidates:
+        flat += (replicas.setdefault((engine_id, epoch), len(replicas) + 1), tokens, *terms, allowance)
+    return _doubles(len(flat)).pack(*flat)
 
 
 def _answer(packed: bytes) -> Answer:
     """As doubles: position of the chosen, from 1, or 0; then state, age in µs, sequences and tokens per candidate."""
-    position, *flat = struct.unpack(f"<{len(packed) // 8}d", packed)
+    position, *flat = _doubles(len(packed) // 8).unpack(packed)
     seen = tuple(
-        Seen(_STATES[int(state)], max(0.0, age) / 1e6, int(sequences), int(tokens))
+        Seen(_STATES[int(state)], age / 1e6 if age > 0 else 0.0, int(sequences), int(tokens))
         for state, age, sequences, tokens in zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)
     )
     return Answer(chosen=int(position) - 1 if position else None, seen=seen)
+
+
+@cache
+def _doubles(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}d")

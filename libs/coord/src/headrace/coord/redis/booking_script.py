@@ -32,29 +32,43 @@ local wishes, releases, replicas = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumbe
 local ids, epochs = {}, {}
 for i = 1, replicas do ids[i], epochs[i] = ARGV[4 + i], ARGV[4 + replicas + i] end
 
+local unpacked, unpack_numbers, min, max = cmsgpack.unpack, struct.unpack, math.min, math.max
 local ledgers, changed = {}, {}
+-- Slices up to `first` have ended. Most ledgers are only added up, and taken apart when something is booked there.
 local function opened(id, epoch, stamp, packed)
-  local ledger = {epoch = epoch, n = 0, t = 0, at = {}, ns = {}, ts = {}}
+  local n, t, first, old = 0, 0, max(stamp - arrival_us, now - longest_us) / slice_us - 1, nil
   if packed then
-    local old = cmsgpack.unpack(packed)
+    old = unpacked(packed)
     if old[1] == epoch then
       for i = 2, #old, 3 do
-        local ends = (old[i] + 1) * slice_us
-        if ends + arrival_us > stamp and ends + longest_us > now then
-          table.insert(ledger.at, old[i])
-          table.insert(ledger.ns, old[i + 1])
-          table.insert(ledger.ts, old[i + 2])
-          ledger.n, ledger.t = ledger.n + old[i + 1], ledger.t + old[i + 2]
-        end
+        if old[i] > first then n, t = n + old[i + 1], t + old[i + 2] end
       end
+    else
+      old = nil
     end
   end
+  local ledger = {epoch = epoch, n = n, t = t, old = old, first = first}
   ledgers[id] = ledger
   return ledger
 end
 
+local function slices_of(ledger)
+  if not ledger.at then
+    local at, ns, ts, old, first = {}, {}, {}, ledger.old, ledger.first
+    for i = 2, old and #old or 0, 3 do
+      if old[i] > first then
+        local k = #at + 1
+        at[k], ns[k], ts[k] = old[i], old[i + 1], old[i + 2]
+      end
+    end
+    ledger.at, ledger.ns, ledger.ts = at, ns, ts
+  end
+  return ledger.at
+end
+
 local function moved(id, slice, n, t)
   local ledger = ledgers[id]
+  slices_of(ledger)
   changed[id] = true
   ledger.n, ledger.t = ledger.n + n, ledger.t + t
   for i = #ledger.at, 1, -1 do
@@ -68,17 +82,23 @@ local function moved(id, slice, n, t)
   table.insert(ledger.ts, t)
 end
 
-local function unbook(packed)
+local function unbook(packed, ended)
   local id, epoch, slice, n, t = unpack(cmsgpack.unpack(packed))
   local ledger = ledgers[id]
   if not ledger then
-    -- Not among the candidates: its heartbeats settle it when it is next looked at.
-    ledger = opened(id, epoch, 0, redis.call('GET', ledger_prefix .. id) or nil)
+    local record = redis.call('HGET', KEYS[1], id)
+    -- Of another life, or gone: nothing is owed, and nothing of the new life's may be touched.
+    if not record or string.sub(record, 1, 20) ~= epoch then return end
+    local stamp = tonumber(string.sub(record, 41, 60)) or 0
+    ledger = opened(id, epoch, stamp, redis.call('GET', ledger_prefix .. id) or nil)
   end
   if ledger.epoch ~= epoch then return end
-  for i = 1, #ledger.at do
-    if ledger.at[i] == slice then return moved(id, slice, -n, -t) end
+  for _, at in ipairs(slices_of(ledger)) do
+    if at == slice then return moved(id, slice, -n, -t) end
   end
+  -- A heartbeat shows it already, and will until the next one: its places are free now. In the slice that ends with the
+  -- first heartbeat stamped from now on.
+  if ended then moved(id, math.floor((now - arrival_us) / slice_us), -n, 0) end
 end
 
 -- What stands in the way of each replica: 0 nothing, 1 gone, 2 another life, 3 stale.
@@ -100,23 +120,14 @@ if replicas > 0 then
   end
 end
 
-local function rank(c, n, t)
-  local joined = math.min(n, math.max(0, c.room))
-  local itl = c.itl_s + c.growth_s * joined
-  local slots = math.max(0, (n - c.room) / c.full)
-  local blocks = math.max(0, (t / c.block_size - c.spare_blocks) / c.total_blocks)
-  local queue = c.ready_s + t * c.token_s + c.neighbour_tokens * itl * math.max(slots, blocks)
-  c.first = queue + c.prefill_s - math.min(c.credit_s, queue)
-  c.total = c.first + c.later_tokens * itl
-  c.crowding = (n - c.room) / c.full
-end
-
 local function least(from, field, tie)
-  local low = math.huge
-  for _, c in ipairs(from) do low = math.min(low, c[field]) end
-  local near = {}
+  local low, near = math.huge, {}
   for _, c in ipairs(from) do
-    if c[field] <= low * (1 + tie) then table.insert(near, c) end
+    if c[field] < low then low = c[field] end
+  end
+  low = low * (1 + tie)
+  for _, c in ipairs(from) do
+    if c[field] <= low then near[#near + 1] = c end
   end
   return near
 end
@@ -127,11 +138,12 @@ local function chosen_of(free, preference, chance)
   if preference == 0 then
     equal = least(least(free, 'total', near_tie), 'first', near_tie)
   end
-  local low = math.huge
-  for _, c in ipairs(equal) do low = math.min(low, c.crowding) end
-  local best = {}
+  local low, best = math.huge, {}
   for _, c in ipairs(equal) do
-    if c.crowding == low then table.insert(best, c) end
+    if c.crowding < low then low = c.crowding end
+  end
+  for _, c in ipairs(equal) do
+    if c.crowding == low then best[#best + 1] = c end
   end
   return best[math.floor(chance * #best) + 1]
 end
@@ -142,11 +154,11 @@ for i = 1, releases do entries[wishes + i] = entry_prefix .. ARGV[4 + 2 * replic
 -- By name, because a batch may name one twice: a wish repeated, or released and wished again.
 local entry_of = {}
 for i, packed in ipairs(#entries > 0 and redis.call('MGET', unpack(entries)) or {}) do entry_of[entries[i]] = packed end
-local function take_back(entry)
-  if entry_of[entry] then unbook(entry_of[entry]) end
+local function take_back(entry, ended)
+  if entry_of[entry] then unbook(entry_of[entry], ended) end
   entry_of[entry] = nil
 end
-for i = 1, releases do take_back(entries[wishes + i]) end
+for i = 1, releases do take_back(entries[wishes + i], true) end
 if releases > 0 then redis.call('DEL', unpack(entries, wishes + 1)) end
 
 local answers = {}
@@ -154,28 +166,36 @@ for w = 1, wishes do
   local packed = ARGV[4 + 2 * replicas + 2 * w]
   local had = entry_of[entries[w]]
   take_back(entries[w])
-  local preference, freshness_us, chance, sequences, count, at = struct.unpack('<ddddd', packed)
+  local preference, freshness_us, chance, sequences, count, at = unpack_numbers('<ddddd', packed)
   local free, answer, position = {}, {}, 0
   for i = 1, count do
-    local c = {}
-    c.replica, c.tokens, c.ready_s, c.token_s, c.prefill_s, c.itl_s, c.growth_s, c.room, c.full, c.later_tokens,
-      c.neighbour_tokens, c.spare_blocks, c.block_size, c.total_blocks, c.credit_s, c.allowance, at =
-      struct.unpack('<dddddddddddddddd', packed, at)
-    local state, ledger = obstacle[c.replica], ledgers[ids[c.replica]]
+    local replica, tokens, ready_s, token_s, prefill_s, itl_s, growth_s, room, full, later_tokens, neighbour_tokens,
+      spare_blocks, block_size, total_blocks, credit_s, allowance, next_at =
+      unpack_numbers('<dddddddddddddddd', packed, at)
+    at = next_at
+    local state, ledger = obstacle[replica], ledgers[ids[replica]]
     -- A stamp from the future means that the server's clock was set back; the board drops such records, too.
-    if state == 0 and (age[c.replica] > freshness_us or age[c.replica] < -1000000) then state = 3 end
-    if state == 0 and ledger.epoch ~= epochs[c.replica] then state = 2 end
+    if state == 0 and (age[replica] > freshness_us or age[replica] < -1000000) then state = 3 end
+    if state == 0 and ledger.epoch ~= epochs[replica] then state = 2 end
     local n, t = 0, 0
     if state == 0 then
       n, t = ledger.n, ledger.t
-      rank(c, n, t)
-      c.position = i
-      if n >= c.allowance then state = 4 else table.insert(free, c) end
+      if n >= allowance then
+        state = 4
+      else
+        local itl = itl_s + growth_s * min(n, max(0, room))
+        local crowding = (n - room) / full
+        local wait = max(0, crowding, (t / block_size - spare_blocks) / total_blocks)
+        local queue = ready_s + t * token_s + neighbour_tokens * itl * wait
+        local first = queue + prefill_s - min(credit_s, queue)
+        free[#free + 1] = {
+          position = i, replica = replica, tokens = tokens, first = first, total = first + later_tokens * itl,
+          crowding = crowding
+        }
+      end
     end
-    table.insert(answer, state)
-    table.insert(answer, age[c.replica])
-    table.insert(answer, n)
-    table.insert(answer, t)
+    local k = 4 * i - 3
+    answer[k], answer[k + 1], answer[k + 2], answer[k + 3] = state, age[replica], n, t
   end
   if #free > 0 then
     local best = chosen_of(free, preference, chance)
@@ -195,7 +215,7 @@ end
 for id in pairs(changed) do
   local ledger, flat = ledgers[id], {ledgers[id].epoch}
   for i = 1, #ledger.at do
-    if ledger.ns[i] > 0 then
+    if ledger.ns[i] ~= 0 then
       table.insert(flat, ledger.at[i])
       table.insert(flat, ledger.ns[i])
       table.insert(flat, ledger.ts[i])

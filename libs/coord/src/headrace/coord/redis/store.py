@@ -15,7 +15,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 
 from headrace.base.errors import InternalError, StartError, Unavailable
 
-_TIMEOUT_S = 0.3
+TIMEOUT_S = 0.3
 _LOST = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
@@ -39,13 +39,14 @@ class _Client(Redis):
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """The command's answer; a cancel ends the wait at once and the command within its socket timeouts."""
-        return await _cancellable(super().execute_command(*args, **options))  # type: ignore[no-untyped-call]
+        return await cancellable(super().execute_command(*args, **options))  # type: ignore[no-untyped-call]
 
 
-async def _cancellable(command: Coroutine[Any, Any, T]) -> T:
+async def cancellable(command: Coroutine[Any, Any, T]) -> T:
+    """What `command` returns; a cancel of the caller ends the wait whatever `command` makes of its own."""
     running = asyncio.ensure_future(command)
     try:
-        # Unlike awaiting the task itself, this gets the cancel whatever the task makes of its own.
+        # Unlike awaiting the task itself, this is told of the cancel in any case.
         await asyncio.wait({running})
     except asyncio.CancelledError:
         running.cancel()
@@ -63,9 +64,9 @@ def open_redis(url: str, *, max_connections: int = 32) -> Redis:
         pool = BlockingConnectionPool.from_url(
             url,
             max_connections=max_connections,
-            timeout=_TIMEOUT_S,
-            socket_timeout=_TIMEOUT_S,
-            socket_connect_timeout=_TIMEOUT_S,
+            timeout=TIMEOUT_S,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
             # redis-py tries each command 10 times by default, and then a script has run twice.
             retry=Retry(NoBackoff(), 0),
             # On by default, and then the pool hands out connections without looking whether they are dead or dirty.

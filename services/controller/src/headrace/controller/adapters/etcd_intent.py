@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 
 from headrace.api.control.v1.intent_pb2 import Bundle, Deployment
 from headrace.base.errors import InvalidRequest
 from headrace.bundle.bundle import digest as digest_of
-from headrace.bundle.intent import decode
+from headrace.bundle.intent import decode, saturation_of
 from headrace.bundle.keys import BUNDLES, DEPLOYMENTS, bundle_key, name_in
 from headrace.controller.core.fleet import Intent, Spec, Unreadable, Wanted
 from headrace.controller.metrics import INVALID_INTENT
@@ -86,7 +87,7 @@ class EtcdIntent:
             good = self._good.get(name)
             if good is None:
                 return Unreadable(problem=error.message)
-            return Wanted(spec=good.spec, replicas=good.replicas, problem=error.message)
+            return replace(good, problem=error.message)
         self._problems.pop(name, None)
         self._good[name] = wanted
         return wanted
@@ -106,6 +107,7 @@ class EtcdIntent:
                 settings=tuple(sorted(deployment.engine_settings.items())),
             ),
             replicas=deployment.replicas,
+            saturation=saturation_of(deployment.routing),
         )
 
     def _require_bundle(self, digest: str) -> None:

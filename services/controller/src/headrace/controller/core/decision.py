@@ -27,6 +27,12 @@ class Why(Enum):
     INTENT_UNKNOWN = "intent_unknown"
     NO_HEARTBEATS = "no_heartbeats"
     NOT_OURS_TO_START = "not_ours_to_start"
+    SATURATED = "saturated"
+    LOAD_UNKNOWN = "load_unknown"
+
+
+_OF_LOAD = frozenset({Why.SATURATED, Why.LOAD_UNKNOWN})
+"""These tell of work, not of processes: nothing is on its way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +105,14 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentView:
-    """One deployment as the status shows it; no reasons: as wanted."""
+    """One deployment as the status shows it; no reasons: as wanted. `saturated` is None when it is not known."""
 
     name: str
     desired: int
     ready: int
     engines: tuple[EngineView, ...]
     reasons: tuple[Reason, ...]
+    saturated: int | None = None
 
     @property
     def text(self) -> str:
@@ -124,4 +131,4 @@ class Decision:
     @property
     def settled(self) -> bool:
         """Whether every deployment is as wanted."""
-        return not any(view.reasons for view in self.deployments)
+        return all(reason.why in _OF_LOAD for view in self.deployments for reason in view.reasons)

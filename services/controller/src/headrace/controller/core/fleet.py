@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
+
+from headrace.base.saturation import Saturation
 
 EngineId = NewType("EngineId", str)
 
@@ -20,11 +22,15 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A deployment as intended; with a `problem`, its last good value, as the newest one cannot be read."""
+    """A deployment as intended; with a `problem`, its last good value, as the newest one cannot be read.
+
+    `saturation` is the threshold that routers place by.
+    """
 
     spec: Spec
     replicas: int
     problem: str = ""
+    saturation: Saturation = field(default_factory=Saturation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +52,29 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Work at a replica, in sequences; `booked` ones are on their way. `pressure` of its KV cache, 0 to 1."""
+
+    waiting: int
+    running: int
+    booked: int
+    max_num_seqs: int
+    pressure: float
+
+    def reaches(self, bounds: Saturation) -> bool:
+        """Whether routers send it nothing more, by the very arithmetic with which they decide that."""
+        allowance = bounds.allowance(
+            waiting=self.waiting, running=self.running, max_num_seqs=self.max_num_seqs, pressure=self.pressure
+        )
+        return self.booked >= allowance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A replica's newest word on itself. `epoch_ns` is unix nanoseconds at its start, `age_s` by the store's clock."""
+    """A replica's newest word on itself. `epoch_ns` is unix nanoseconds at its start, `age_s` by the store's clock.
+
+    `load` is None when it is not known: that is neither idle nor busy.
+    """
 
     deployment: str
     bundle_digest: str
@@ -56,6 +83,7 @@ class Heartbeat:
     pid: int
     phase: Phase
     age_s: float
+    load: Load | None = None
 
 
 class Life(Enum):

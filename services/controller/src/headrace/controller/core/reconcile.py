@@ -29,6 +29,7 @@ from headrace.controller.core.decision import (
     Why,
 )
 from headrace.controller.core.fleet import EngineId, Intent, Life, Process, Spec, Unreadable, Wanted
+from headrace.controller.core.fullness import fullness
 from headrace.controller.core.memory import FailedStart, Heartbeats, State, Track, remember
 from headrace.controller.core.policy import Policy
 
@@ -56,6 +57,7 @@ def decide(
         )
         plan = _Plan(name=name, members=members, now=now, policy=policy, failed_starts=after.failed_starts)
         _plan(plan, intents.get(name), heartbeats is not None)
+        _plan_fullness(plan, intents.get(name), heartbeats or {})
         plans.append((plan, intents.get(name)))
     decision = Decision(
         actions=tuple(action for plan, _ in plans for action in plan.actions),
@@ -85,6 +87,10 @@ class _Member:
             and self.now - seen <= self.policy.freshness_s
         )
 
+    def seen_ready(self, heartbeats: Heartbeats) -> bool:
+        """Ready by these heartbeats, not only by what is remembered of earlier ones."""
+        return self.ready and self.process.engine_id in heartbeats
+
     @property
     def standing(self) -> Standing:
         if self.process.life in (Life.STOPPING, Life.STOPPED):
@@ -111,6 +117,7 @@ class _Plan:
     failed_starts: Mapping[EngineId, FailedStart]
     actions: list[Action] = field(default_factory=list)
     reasons: list[Reason] = field(default_factory=list)
+    saturated: int | None = None
 
     def living(self, *lives: Life) -> list[_Member]:
         """The members in one of these lives."""
@@ -158,6 +165,7 @@ class _Plan:
             ready=sum(m.ready for m in self.members),
             engines=tuple(EngineView(process=m.process, standing=m.standing) for m in self.members),
             reasons=tuple(self.reasons),
+            saturated=self.saturated,
         )
 
 
@@ -178,6 +186,14 @@ def _plan(plan: _Plan, intent: Intent | None, board_readable: bool) -> None:
             else:
                 plan.note(Why.NO_HEARTBEATS, "no scaling, no replacing: heartbeats cannot be read")
                 _revive(plan, intent.replicas - len(plan.living(Life.RUNNING)))
+
+
+def _plan_fullness(plan: _Plan, intent: Intent | None, heartbeats: Heartbeats) -> None:
+    """How full the ready members are: said, and nothing done about it."""
+    ready = [(m.process.engine_id, heartbeats[m.process.engine_id]) for m in plan.members if m.seen_ready(heartbeats)]
+    found = fullness(intent, ready)
+    plan.saturated = found.saturated
+    plan.reasons.extend(found.reasons)
 
 
 def _plan_endings(plan: _Plan) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from headrace.controller.core.decision import Decision, DeploymentView, EngineView, Reason, Standing, Why
 from headrace.controller.core.fleet import EngineId, Heartbeat, Intent, Life, Phase, Process, Spec, Unreadable, Wanted
+from headrace.controller.core.fullness import fullness
 from headrace.controller.core.memory import Heartbeats, State
 from headrace.controller.core.policy import Policy
 
@@ -33,13 +34,15 @@ def survey(
 
 def _view(name: str, intent: Intent | None, fresh: Heartbeats, board_readable: bool) -> DeploymentView:
     mine = {e: b for e, b in sorted(fresh.items()) if b.deployment == name}
-    ready = sum(beat.phase is Phase.READY for beat in mine.values())
+    ready = [(e, beat) for e, beat in mine.items() if beat.phase is Phase.READY]
+    found = fullness(intent, ready)
     return DeploymentView(
         name=name,
         desired=intent.replicas if isinstance(intent, Wanted) else 0,
-        ready=ready,
+        ready=len(ready),
         engines=tuple(_engine(e, b) for e, b in mine.items()),
-        reasons=tuple(_differences(intent, mine, board_readable)),
+        reasons=(*_differences(intent, mine, board_readable), *found.reasons),
+        saturated=found.saturated,
     )
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from headrace.base.errors import HeadraceError, Unavailable
-from headrace.coord.redis.booking_board import Answer, BookingBoard, Candidate, Preference, Seen, Terms, Wish
+from headrace.coord.redis.booking_board import Answer, BookingBoard, Candidate, Preference, Seen, Wish
 from headrace.observe.log import get_logger
 from headrace.observe.metrics import counter, histogram
 from headrace.router.core import candidates as core
@@ -23,6 +23,7 @@ MOST_PER_CALL = 64
 MOST_RELEASES = 4096
 
 _CALLS = counter("headrace_router_booking_calls_total", "Calls of the booking function.", ("outcome",))
+_SUCCEEDED = _CALLS.labels("ok")
 _SIZES = histogram(
     "headrace_router_booking_batch", "Placements in one call of the booking function.", buckets=(1, 2, 4, 8, 16, 32, 64)
 )
@@ -108,7 +109,7 @@ class Booker:
         except asyncio.CancelledError:
             self._refuse(batch)
             raise
-        _CALLS.labels("ok").inc()
+        _SUCCEEDED.inc()
         _SIZES.observe(len(batch))
         for (wish, waiting), answer in zip(batch, answers, strict=True):
             if not waiting.done():
@@ -139,18 +140,12 @@ def wish_of(attempt: Attempt, candidates: Sequence[core.Candidate], rules: Rules
         request_id=attempt.key.request_id,
         attempt=attempt.key.attempt,
         sequences=attempt.sequences,
-        candidates=[_candidate(c) for c in candidates],
+        candidates=[
+            # A `Cost` is the same as the board's `Terms`, field by field.
+            Candidate(c.replica.engine_id, c.replica.epoch, c.uncached_tokens, c.cost, c.allowance)
+            for c in candidates
+        ],
         preference=_PREFERENCES[rules.policy],
         freshness_s=rules.freshness_s,
         chance=chance,
-    )
-
-
-def _candidate(candidate: core.Candidate) -> Candidate:
-    return Candidate(
-        engine_id=candidate.replica.engine_id,
-        epoch=candidate.replica.epoch,
-        tokens=candidate.uncached_tokens,
-        terms=Terms(*candidate.cost),
-        allowance=candidate.allowance,
     )

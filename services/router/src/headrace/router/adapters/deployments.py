@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from headrace.api.control.v1 import intent_pb2 as pb
 from headrace.base.errors import InvalidRequest
-from headrace.base.saturation import Saturation
 from headrace.bundle import intent, keys
 from headrace.observe.log import get_logger
 from headrace.router.core.rules import Policy, Rules
@@ -51,15 +50,11 @@ class Deployments:
         self._rules[name] = rules
 
     def _rules_in(self, deployment: pb.Deployment) -> Rules:
-        routing, usual = deployment.routing, Saturation()
-        bounds = routing.saturation
+        routing = deployment.routing
         return Rules(
             policy=Policy(routing.policy) if routing.policy else self._defaults.policy,
             freshness_s=routing.freshness_s if routing.HasField("freshness_s") else self._defaults.freshness_s,
             slow_start_s=routing.slow_start_s,
-            saturation=Saturation(
-                waiting=bounds.waiting if bounds.HasField("waiting") else usual.waiting,
-                pressure=bounds.pressure if bounds.HasField("pressure") else usual.pressure,
-            ),
+            saturation=intent.saturation_of(routing),
             tenants=frozenset(deployment.tenants),
         )

@@ -56,6 +56,7 @@ class Candidate:
     booked: Booked
     uncached_tokens: int
     verdict: Verdict = Verdict.SLOWER
+    _estimate: Estimate | None = None
 
     @property
     def saturated(self) -> bool:
@@ -65,7 +66,14 @@ class Candidate:
     @property
     def estimate(self) -> Estimate:
         """The estimate behind what is booked."""
-        return self.cost.at(self.booked)
+        if self._estimate is None:
+            self._estimate = self.cost.at(self.booked)
+        return self._estimate
+
+    def behind(self, booked: Booked) -> None:
+        """The booking board has said what is booked."""
+        if booked != self.booked:
+            self.booked, self._estimate = booked, None
 
     def considered(self) -> Considered:
         """The word about it."""
@@ -74,7 +82,7 @@ class Candidate:
             replica.engine_id,
             self.verdict,
             self.age_s,
-            self.cost.at(self.booked) if replica.rates else None,
+            self.estimate if replica.rates else None,
             self.overlap.cached_tokens,
             self.booked.sequences,
             replica.running,
@@ -138,7 +146,10 @@ def survey(
     candidates: list[Candidate] = []
     passed_over: list[Considered] = []
     for sighting in looked_at:
-        seen, age_s = sighting.seen, sighting.age_s(now)
+        seen = sighting.seen
+        age_s = now - sighting.written_at
+        if age_s < 0.0:
+            age_s = 0.0
         verdict = obstacle(seen, age_s, attempt, rules, ejected)
         if verdict is not None or not isinstance(seen, Replica):
             passed_over.append(_passed_over(sighting, verdict or Verdict.UNREADABLE, age_s))
@@ -146,6 +157,7 @@ def survey(
         overlap = _overlap(seen, attempt, overlaps) if overlaps is not None else NO_OVERLAP
         ramp = ramp_of(seen, rules.slow_start_s, now) if rules.slow_start_s else 1.0
         standing, allowance = standings.of(seen, ramp, rules, attempt.sequences)
+        uncached = attempt.prompt_tokens - overlap.cached_tokens
         candidates.append(
             Candidate(
                 replica=seen,
@@ -155,7 +167,7 @@ def survey(
                 ramp=ramp,
                 allowance=allowance,
                 booked=booked_on(seen.engine_id),
-                uncached_tokens=max(1, attempt.prompt_tokens - overlap.cached_tokens),
+                uncached_tokens=uncached if uncached > 0 else 1,
             )
         )
     return Survey(attempt=attempt, rules=rules, candidates=candidates, passed_over=passed_over, sightings=sightings)

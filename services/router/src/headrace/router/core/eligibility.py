@@ -37,36 +37,31 @@ def obstacle(
     """
     if isinstance(seen, Unreadable):
         return Verdict.UNREADABLE
-    return _lasting(seen, attempt, rules) or _passing(seen, age_s, attempt, rules, ejected)
-
-
-def _lasting(replica: Replica, attempt: Attempt, rules: Rules) -> Verdict | None:
-    if replica.deployment != attempt.deployment or replica.bundle_digest != attempt.bundle_digest:
+    if seen.deployment != attempt.deployment or seen.bundle_digest != attempt.bundle_digest:
         return Verdict.OTHER_BUNDLE
-    if not rules.admits(attempt.tenant):
+    if rules.tenants and not rules.admits(attempt.tenant):
         return Verdict.TENANT_NOT_PERMITTED
-    if attempt.adapter is not None and attempt.adapter not in replica.adapters:
+    if attempt.adapter is not None and attempt.adapter not in seen.adapters:
         return Verdict.NO_ADAPTER
-    limit = replica.context_limit
     # One token of answer must fit; the engine ends longer answers at its limit with finish reason LENGTH.
-    if limit is not None and attempt.prompt_tokens + 1 > limit:
+    if seen.context_limit is not None and attempt.prompt_tokens >= seen.context_limit:
         return Verdict.CONTEXT_TOO_SMALL
-    return None
+    return _passing(seen, age_s, attempt, rules, ejected)
 
 
 def _passing(
-    replica: Replica, age_s: float, attempt: Attempt, rules: Rules, ejected: Container[EngineId]
+    seen: Replica, age_s: float, attempt: Attempt, rules: Rules, ejected: Container[EngineId]
 ) -> Verdict | None:
-    if attempt.excludes(replica):
+    if attempt.excluded and attempt.excludes(seen):
         return Verdict.EXCLUDED
     # Before the phase: what an old record says of its phase is old news too.
     if age_s > rules.freshness_s:
         return Verdict.STALE
-    if replica.phase is not Phase.READY:
+    if seen.phase is not Phase.READY:
         return Verdict.NOT_READY
-    if replica.engine_id in ejected:
+    if seen.engine_id in ejected:
         return Verdict.EJECTED
     # Only this policy reads the rates; unknown is never read as fast.
-    if replica.rates is None and rules.policy is Policy.LEAST_COMPLETION_TIME:
+    if seen.rates is None and rules.policy is Policy.LEAST_COMPLETION_TIME:
         return Verdict.UNMEASURED
     return None

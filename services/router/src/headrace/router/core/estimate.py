@@ -6,7 +6,6 @@ can evaluate it where all routers' bookings are; `headrace.coord.redis.booking_b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from headrace.router.core.rates import itl_s, prefill_s
@@ -21,8 +20,7 @@ SIBLING_TOKENS = 256
 are computed again within the noise, and spreading wins."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Booked:
+class Booked(NamedTuple):
     """What routers have sent to a replica that its heartbeat does not show yet."""
 
     sequences: int = 0
@@ -84,7 +82,7 @@ class Cost(NamedTuple):
 
     def at(self, booked: Booked) -> Estimate:
         """The estimate behind `booked`."""
-        n, tokens = booked.sequences, booked.prompt_tokens
+        n, tokens = booked
         room = self.room
         itl = self.itl_s + self.growth_s * (n if n < room else room if room > 0 else 0)
         missing_slots = (n - room) / self.full
@@ -102,7 +100,8 @@ class Cost(NamedTuple):
     def preference(self, estimate: Estimate) -> tuple[float, float]:
         """What is compared: completion and first token, without the wait for a prefix it shares."""
         queue_s, prefill_s, decode_s = estimate
-        first_s = queue_s + prefill_s - min(self.credit_s, queue_s)
+        credit_s = self.credit_s
+        first_s = queue_s + prefill_s - (credit_s if credit_s < queue_s else queue_s)
         return first_s + decode_s, first_s
 
 
@@ -146,24 +145,26 @@ def cost_of(
     Worked example: 60 tokens waiting at 500 tok/s (0.12 s), a prompt of 140 (0.28 s), 80 tokens at 22 ms on an
     idle batch: the first comes out of prefill, 79 × 22 ms = 1.738 s, together 2.138 s.
     """
+    context_limit, token_s, ready_s, step_s, growth_s, room, full = standing
+    cached_tokens, on_their_way = overlap
     # At least one token is always computed: its logits are what the answer begins with.
-    uncached = max(1, attempt.prompt_tokens - overlap.cached_tokens)
-    answer_tokens = min(attempt.max_tokens, standing.context_limit - attempt.prompt_tokens)
+    uncached = max(1, attempt.prompt_tokens - cached_tokens)
+    answer_tokens = min(attempt.max_tokens, context_limit - attempt.prompt_tokens)
     tokens = replica.waiting_prefill_tokens + uncached + attempt.sequences
     return Cost(
-        standing.ready_s,
-        standing.token_s,
+        ready_s,
+        token_s,
         prefill_s(rates, uncached),
-        standing.itl_s,
-        standing.growth_s,
-        standing.room,
-        standing.full,
+        step_s,
+        growth_s,
+        room,
+        full,
         answer_tokens - 1,
-        max(answer_tokens, TYPICAL_ANSWER_TOKENS),
+        answer_tokens if answer_tokens > TYPICAL_ANSWER_TOKENS else TYPICAL_ANSWER_TOKENS,
         replica.free_blocks - -(-tokens // replica.block_size),
         replica.block_size,
         replica.total_blocks,
-        overlap.on_their_way * standing.token_s if overlap.on_their_way >= SIBLING_TOKENS else 0.0,
+        on_their_way * token_s if on_their_way >= SIBLING_TOKENS else 0.0,
     )
 
 

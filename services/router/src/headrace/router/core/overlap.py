@@ -7,21 +7,20 @@ has a block has those before it": engines evict in any order, and so does the in
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from headrace.router.core.block_table import slots_in
 from headrace.router.core.replica import EngineId
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(NamedTuple):
     """What one life of an engine could reuse of a prompt.
 
     Its first `blocks` blocks are cached there. The next `predicted_blocks` continue them without a gap, but rest on
-    requests just placed there, which have not been computed yet.
+    requests just placed there, which have not been computed yet. A tuple: a decision makes one per replica.
     """
 
     epoch: int
@@ -44,9 +43,18 @@ class Survivors:
 
     def depth_of(self, bit: int) -> int:
         """Blocks that the slot with this bit has without a gap."""
-        # Nested sets: whether the bit is in them changes once, so a bisection over "it is gone" finds where.
-        at = bisect_right(self.masks, 0, key=lambda mask: not mask & bit)
-        return self.depths[at - 1] if at else 0
+        masks = self.masks
+        if not masks or not masks[0] & bit:
+            return 0  # most slots, for most prompts
+        # Nested sets: whether the bit is in them changes once, so a bisection finds where.
+        low, high = 1, len(masks)
+        while low < high:
+            middle = (low + high) // 2
+            if masks[middle] & bit:
+                low = middle + 1
+            else:
+                high = middle
+        return self.depths[low - 1]
 
 
 @dataclass(frozen=True, slots=True)

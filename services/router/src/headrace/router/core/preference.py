@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from math import log, log1p
 
 from headrace.router.core.candidates import Candidate
 from headrace.router.core.rules import Policy
@@ -14,7 +14,7 @@ NEAR_TIE = 0.05
 Chance = Callable[[], float]
 """Handed in: a number in [0, 1), e.g. `random.Random().random`."""
 
-_PER_BIN = 1 / math.log1p(NEAR_TIE)
+_PER_BIN = 1 / log1p(NEAR_TIE)
 
 
 def ranked(candidates: Sequence[Candidate], policy: Policy, chance: float) -> list[Candidate]:
@@ -54,8 +54,8 @@ def _load(candidate: Candidate) -> tuple[bool, float]:
 
 def _time(candidate: Candidate) -> tuple[bool, int, int]:
     total_s, first_s = candidate.cost.preference(candidate.estimate)
-    return candidate.saturated, _bin(total_s), _bin(first_s)
-
-
-def _bin(seconds: float) -> int:
-    return int(math.log(max(seconds, 1e-9)) * _PER_BIN)
+    return (
+        candidate.booked.sequences >= candidate.allowance,
+        int(log(total_s if total_s > 1e-9 else 1e-9) * _PER_BIN),
+        int(log(first_s if first_s > 1e-9 else 1e-9) * _PER_BIN),
+    )

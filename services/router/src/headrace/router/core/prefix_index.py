@@ -58,6 +58,7 @@ class PrefixIndex:
     def overlap(self, hashes: Sequence[bytes], now: float) -> Overlaps:
         """How much of the chain `hashes` each engine could reuse. What matched counts as just used."""
         self._predictions.expire(now)
+        self._predictions.spread(hashes)
         cached, expected = walk(hashes, self._trusted, self._table.part_of_byte, self._predictions.masks)
         if cached.depths:
             # The end first, so that it also leaves first: without its beginning a prefix is of no use.
@@ -95,13 +96,19 @@ class PrefixIndex:
 
     # Placements.
 
-    def predict(self, engine_id: EngineId, epoch: int, hashes: Sequence[bytes], now: float) -> None:
-        """A request with this chain was just placed there: it will soon have all of it."""
+    def predict(
+        self, engine_id: EngineId, epoch: int, hashes: Sequence[bytes], now: float, known: int | None = None
+    ) -> None:
+        """A request with this chain was just placed there: it will soon have all of it.
+
+        `known`: how many of the blocks `overlap` has just found cached there, which saves looking again.
+        """
         life = self._life(engine_id, epoch)
         if life is None or not life.trusted or not hashes:
             return
         self._predictions.expire(now)
-        known = self._table.prefix(life.slot, hashes)
+        if known is None:
+            known = self._table.prefix(life.slot, hashes)
         if known < len(hashes):
             self._predictions.add(life.slot, hashes[-1], hashes[known:], now)
 

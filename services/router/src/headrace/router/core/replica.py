@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
 
@@ -56,12 +56,12 @@ class Replica:
     """How full the KV cache is for admission, 0 to 1."""
     rates: Rates | None
     """None until both are measured: unknown, which is neither fast nor slow."""
+    context_limit: int | None = field(init=False)
+    """Most tokens one sequence can have here: the model's limit or the whole KV pool; None when not yet known."""
 
-    @property
-    def context_limit(self) -> int | None:
-        """Most tokens one sequence can have here: the model's limit or the whole KV pool; None when not yet known."""
+    def __post_init__(self) -> None:
         limits = [n for n in (self.max_model_len, self.total_blocks * self.block_size) if n > 0]
-        return min(limits, default=None)
+        object.__setattr__(self, "context_limit", min(limits, default=None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

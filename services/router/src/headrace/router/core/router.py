@@ -188,9 +188,11 @@ class Router:
         )
         self.bookings.book(attempt.key, booking)
         if attempt.hashes and replica.block_size == attempt.block_size:
-            known = chosen.overlap.cached_tokens // replica.block_size
-            foreseen = attempt.hashes[: known + FORESEEN_BLOCKS]
-            self.index.predict(replica.engine_id, replica.epoch, foreseen, now)
+            cached_tokens, on_their_way = chosen.overlap
+            # A tuple of bytes, which the garbage collector need not look into: thousands of these are kept for seconds.
+            foreseen = tuple(attempt.hashes[: cached_tokens // replica.block_size + FORESEEN_BLOCKS])
+            known = (cached_tokens - on_their_way) // replica.block_size
+            self.index.predict(replica.engine_id, replica.epoch, foreseen, now, known)
             self._predicted[attempt.key] = (replica.engine_id, replica.epoch, foreseen)
             if len(self._predicted) > MOST_PREDICTIONS:
                 self._predicted.popitem(last=False)
