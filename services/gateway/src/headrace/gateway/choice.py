@@ -19,6 +19,7 @@ from headrace.gateway.core.outbox import Batch
 from headrace.gateway.core.progress import Progress
 from headrace.gateway.core.recovery import (
     NO_TIME_LEFT,
+    SUSPICIOUS,
     Action,
     EngineFault,
     Fault,
@@ -44,7 +45,7 @@ class AnswerSettings:
     """Limits of one request; times in seconds.
 
     `least_time_s`: with less than this left, no attempt is worth making. `place_wait_s`: longest wait in all for
-    routers to have a replica; `resume_wait_s`: the same for an answer that has begun, whose only engine may be on its
+    routers to have a replica; `resume_wait_s`: the same for a request that has lost its engine, which may be on its
     way back. `confirm_s`: how long the end of an answer cut at a stop text waits for the engine's
     own account of it, about two steps.
     """
@@ -225,7 +226,7 @@ class Choice:
             fault.loss.charged = True
             self._budget.spend(now)
         self._last_fault = fault
-        if decision.action is Action.MIGRATE:
+        if decision.action is Action.MIGRATE or fault.fault in SUSPICIOUS:
             progress.place_wait_left_s = self._settings.resume_wait_s
         elif fault.fault is Fault.QUEUE_FULL:
             progress.place_wait_left_s = 0.0  # the others are asked once; then the client is told to come back

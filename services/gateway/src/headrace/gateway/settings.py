@@ -46,9 +46,7 @@ class GatewaySettings:
     retry_ratio: float = knob(0.1, help="retries allowed per request over 10 s, all requests together", least=0, most=1)
     retry_floor: int = knob(10, help="retries allowed in any 10 s, however few the requests", least=0)
     place_wait_s: float = knob(2.0, help="longest wait in all for a router to find a replica", least=0, most=60)
-    resume_wait_s: float = knob(
-        15.0, help="the same for an answer that has begun and lost its engine", least=0, most=120
-    )
+    resume_wait_s: float = knob(15.0, help="the same for a request that has lost its engine", least=0, most=120)
     place_timeout_s: float = knob(1.0, help="seconds after which another router is asked", least=0.01)
     stall_s: float = knob(10.0, help="seconds without a token after which a running answer moves elsewhere", least=0.1)
     quarantine_s: float = knob(10.0, help="seconds an engine that sent garbage is left alone", least=0)
