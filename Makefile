@@ -50,13 +50,19 @@ contract: install  ## what packaging, layers and house style promise, checked on
 e2e: install  ## all real processes
 	$(BIN)/pytest tests/e2e
 
-test: lint types  ## the whole suite: lint, types, unit, contract, integration, end to end
+test: lint types  ## the whole suite: lint, types, unit, contract, end to end
 	$(BIN)/pytest
 
-bench: install  ## the whole stack against Hugging Face generate, then the kernels (about ten quiet minutes)
-	$(BIN)/python tests/bench/stack.py --precision float32
-	$(BIN)/python tests/bench/stack.py --precision bfloat16
+bench: install  ## beside other servers, then kernels, router, gateway (an hour on a quiet machine)
+	$(BIN)/python tests/bench/peers.py --precision bfloat16
+	$(BIN)/python tests/bench/peers.py --precision int8
 	$(BIN)/python tests/bench/native.py
+	$(BIN)/python tests/bench/newcomer.py
+	$(BIN)/python tests/bench/speculation.py
+	$(BIN)/python tests/bench/router_place.py
+	$(BIN)/python tests/bench/router_index.py
+	$(BIN)/python tests/bench/fleet_policies.py
+	$(BIN)/python tests/bench/gateway.py
 
 run: install  ## start the local stack, stream one answer, show where the time went
 	@$(BIN)/headrace up --demo $(if $(ONCE),--once)

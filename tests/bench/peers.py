@@ -12,8 +12,10 @@ import argparse
 import asyncio
 import os
 import platform
+import signal
 import time
 from collections import defaultdict
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -69,24 +71,28 @@ class Comparison:
         return [s for s in self._servers if s.name not in self.void and (streams == 1 or s.name not in SINGLE)]
 
     async def _stage(self, server: Contestant, stage: str, streams: int, context: int, work: Any) -> None:
-        began = time.perf_counter()
-        if server.name in self._frozen:
-            server.thaw()
-        else:
-            await server.start(streams, context)
-            self.results[server.name]["start_s"].append(time.perf_counter() - began)
         try:
+            await self._awake(server, streams, context)
             await self._checked(server)
             if server.name not in self.void:
                 facts = await work(server)
                 self.results[server.name][stage].append(facts)
                 print(f"{stage:10} {server.name:16} {_short(facts)}", flush=True)
         finally:
-            if server.keeps_running:
-                self._frozen[server.name] = server
+            if server.name in self._frozen:
                 server.freeze()
             else:
                 await server.stop()
+
+    async def _awake(self, server: Contestant, streams: int, context: int) -> None:
+        if server.name in self._frozen:
+            server.thaw()
+            return
+        began = time.perf_counter()
+        await server.start(streams, context)
+        self.results[server.name]["start_s"].append(time.perf_counter() - began)
+        if server.keeps_running:
+            self._frozen[server.name] = server
 
     async def _checked(self, server: Contestant) -> None:
         """Warm it up with two answers and judge them."""
@@ -156,7 +162,7 @@ def main() -> None:
     servers = [s for s in found(given.precision, source, gguf, folder, tokenizer) if given.only in s.name]
     comparison = Comparison(servers, Prompts(tokenizer), load_reference(source), given.precision)
     began = time.strftime("%Y-%m-%d %H:%M")
-    asyncio.run(comparison.run(given.rounds, given.rate, given.arrivals))
+    asyncio.run(_until_told(comparison.run(given.rounds, given.rate, given.arrivals)))
     report = {
         "precision": given.precision, "rounds": given.rounds, "began": began, "tokens": TOKENS, "prompt_tokens": 200,
         "open_loop_requests_per_s": given.rate, "machine": _machine(), "void": comparison.void,
@@ -165,6 +171,13 @@ def main() -> None:
     }  # fmt: skip
     given.out.mkdir(parents=True, exist_ok=True)
     write_report(report, given.out)
+
+
+async def _until_told(work: Coroutine[Any, Any, None]) -> None:
+    """A SIGTERM ends the servers like Ctrl-C does: none of them may outlive the benchmark."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await task
 
 
 def _machine() -> Facts:

@@ -1,7 +1,8 @@
 """The matrix: whatever memory, chunks, batch, arrivals and number of answers, the tokens are the same.
 
 {prefix cache on, off} x {chunks of one block, 64, unlimited} x {a pool that preempts, a large one} x {one at a
-time, eight together, shuffled arrivals} x {1, 3 answers}: 72 cases. Greedy answers are compared with an oracle that
+time, eight together, shuffled arrivals} x {1, 3 answers}: 72 cases, and those of eight together once more with guesses
+at the next tokens, of which some come true. Greedy answers are compared with an oracle that
 knows no cache, no batch and no chunks (Hugging Face generate; for the simulated backend a computation of the whole
 prefix per token), sampled ones with the plainest case.
 """
@@ -21,6 +22,7 @@ import pytest
 from headrace.bundle.shipped import shipped_model_path
 from headrace.engine.core.block_pool import BlockPool
 from headrace.engine.core.kv_memory import KvMemory
+from headrace.engine.core.ngram import NgramIndex, Speculation
 from headrace.engine.core.placement import USUAL
 from headrace.engine.core.sampling_plan import SamplingPlan
 from headrace.engine.core.scheduler import BatchLimits, Scheduler
@@ -47,10 +49,12 @@ class Case:
     preempts: bool
     arrival: str
     n: int
+    guesses: int = 0
 
     def __str__(self) -> str:
         pool = "tiny" if self.preempts else "large"
-        return f"{'cache' if self.caching else 'nocache'}-chunk{self.chunk}-{pool}-{self.arrival}-n{self.n}"
+        name = f"{'cache' if self.caching else 'nocache'}-chunk{self.chunk}-{pool}-{self.arrival}-n{self.n}"
+        return f"{name}-guesses{self.guesses}" if self.guesses else name
 
 
 MATRIX = [
@@ -59,6 +63,7 @@ MATRIX = [
         (True, False), (BLOCK, 64, UNLIMITED), (True, False), ("alone", "together", "shuffled"), (1, 3)
     )
 ]
+GUESSING = [replace(case, guesses=5) for case in MATRIX if case.arrival == "together"]
 PLAINEST = Case(caching=False, chunk=UNLIMITED, preempts=False, arrival="alone", n=1)
 
 
@@ -73,6 +78,7 @@ class Clients:
         self.answers: dict[int, list[int]] = {}
         self.preemptions = 0
         self.cached_tokens = 0
+        self.drafted = self.accepted = 0
         self._case = case
         self._open: set[int] = set()
         self._order = random.Random(11)
@@ -110,6 +116,8 @@ class Clients:
 
     def send(self, report: StepEvent, /) -> None:
         self.preemptions += report.preemptions
+        self.drafted += report.drafted
+        self.accepted += report.accepted
         for sequence_id, token_id in zip(report.sequence_ids, report.token_ids, strict=True):
             self.answers.setdefault(sequence_id, []).append(token_id)
         for finish in report.finishes:
@@ -125,7 +133,9 @@ def answers(backend: Backend, prompts: Sequence[list[int]], plan: SamplingPlan, 
     tiny = 2 * -(-longest // BLOCK) + (2 * case.n)
     pool = BlockPool(tiny if case.preempts else backend.num_blocks, BLOCK)
     limits = BatchLimits(max_num_seqs=8, max_num_batched_tokens=case.chunk, enable_chunked_prefill=True, max_waiting=64)
-    scheduler = Scheduler(limits, KvMemory(pool, KEY if case.caching else None, "bundle"), backend.eos_ids)
+    memory = KvMemory(pool, KEY if case.caching else None, "bundle")
+    speculation = Speculation(tokens=case.guesses, longest=3, shortest=1, most_sequences=8) if case.guesses else None
+    scheduler = Scheduler(limits, memory, backend.eos_ids, speculation)
     grammars = Grammars(None, vocab_size=backend.vocab_size, eos_ids=backend.eos_ids)
     model = ModelLimits(vocab_size=backend.vocab_size, max_model_len=backend.max_model_len)
     loop = StepLoop(scheduler, backend, grammars, model, clock=lambda: 0.0)
@@ -218,6 +228,33 @@ def simulated() -> Subject:
 
 
 @pytest.fixture(scope="module")
+def echoing() -> Subject:
+    """The simulated backend, saying again what was said before, but for one token in eight."""
+    prompts = make_prompts(49_152, 8)
+    plan = SamplingPlan(max_tokens=TOKENS, ignore_eos=True)
+    return Subject(timeless_backend(256, BLOCK, echo=3), prompts, [oracle(p, TOKENS, plan, echo=3) for p in prompts])
+
+
+class KnowAll:
+    """Stands for the n-grams: its guesses are the right answers but for every fourth token, so all ends are seen."""
+
+    def __init__(self, prompts: Sequence[list[int]], expected: Sequence[Sequence[list[int]]]) -> None:
+        self._whole = [
+            (prompt, prompt + tokens) for prompt, family in zip(prompts, expected, strict=True) for tokens in family
+        ]
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        at = len(tokens)
+        whole = next(w for prompt, w in self._whole if w[:at] == tokens and len(prompt) <= at)
+        return [token if place % 4 else (token + 1) % 200 for place, token in enumerate(whole[at : at + count], at)]
+
+
+def know_all(monkeypatch: pytest.MonkeyPatch, subject: Subject, expected: Sequence[Sequence[list[int]]]) -> None:
+    guesser = KnowAll(subject.prompts, expected)
+    monkeypatch.setattr(NgramIndex, "propose", lambda self, tokens, count: guesser.propose(tokens, count))
+
+
+@pytest.fixture(scope="module")
 def shipped() -> Iterator[Subject]:
     """The model that ships, with three prompts."""
     with warnings.catch_warnings():
@@ -262,6 +299,21 @@ def test_the_shipped_models_greedy_answers_equal_the_references(shipped: Subject
     check_greedy(shipped, case)
 
 
+@pytest.mark.parametrize("case", GUESSING, ids=str)
+def test_greedy_answers_with_guesses_equal_the_references(
+    tiny: Subject, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    know_all(monkeypatch, tiny, [[tokens] for tokens in tiny.expected])
+    got = check_greedy(tiny, case)
+    assert 0 < got.accepted < got.drafted
+
+
+@pytest.mark.parametrize("case", GUESSING, ids=str)
+def test_answers_that_repeat_themselves_are_the_same_with_n_grams(echoing: Subject, case: Case) -> None:
+    got = check_greedy(echoing, case)
+    assert 0 < got.accepted < got.drafted
+
+
 @pytest.fixture(scope="module")
 def plainest(tiny: Subject) -> Callable[[SamplingPlan], list[list[int]]]:
     """Sampled answers in the plainest case, for seeds SEED to SEED + 2: [prompt * 3 + answer]."""
@@ -276,9 +328,12 @@ def plainest(tiny: Subject) -> Callable[[SamplingPlan], list[list[int]]]:
     return sampled
 
 
-@pytest.mark.parametrize("case", MATRIX, ids=str)
+@pytest.mark.parametrize("case", [*MATRIX, *GUESSING], ids=str)
 def test_seeded_samples_equal_those_of_the_plainest_case(
-    tiny: Subject, plainest: Callable[[SamplingPlan], list[list[int]]], case: Case
+    tiny: Subject,
+    plainest: Callable[[SamplingPlan], list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    case: Case,
 ) -> None:
     plan = SamplingPlan(
         max_tokens=TOKENS,
@@ -290,8 +345,11 @@ def test_seeded_samples_equal_those_of_the_plainest_case(
         frequency_penalty=0.2,
     )
     expected = plainest(plan)
+    if case.guesses:
+        know_all(monkeypatch, tiny, [expected[3 * p : 3 * p + 3] for p in range(len(tiny.prompts))])
     got = answers(tiny.backend, tiny.prompts, plan, case)
     for index in range(len(tiny.prompts)):
         for child in range(case.n):
             assert got.answers[1 + index * case.n + child] == expected[index * 3 + child]
+    assert (0 < got.accepted < got.drafted) if case.guesses else got.drafted == 0
     assert len({tuple(expected[i]) for i in range(3)}) == 3, "different seeds, different answers"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from headrace.engine.core.finish import ErrorReason, FinishReason, Problem
+from headrace.engine.core.pacing import Pacer
 from headrace.engine.core.placement import Priority
 from headrace.engine.core.request import State
 from headrace.engine.core.sampling_plan import SamplingPlan
@@ -24,15 +25,21 @@ BLOCK_SIZE = 4
 NO_GRAMMAR = Problem(reason=ErrorReason.INVALID_FIELD, message="cannot be compiled", field="sampling.constraint")
 
 
+# So near that answers soon say again what they have said themselves: guesses come true, and do not.
+ECHO = 3
+
+
 @cache
 def expected(prompt: tuple[int, ...], seed: int) -> list[int]:
-    return oracle(prompt, 12, SamplingPlan(max_tokens=12, temperature=1.0, seed=seed))
+    return oracle(prompt, 12, SamplingPlan(max_tokens=12, temperature=1.0, seed=seed), echo=ECHO)
 
 
 class AnyLife(RuleBasedStateMachine):
     """Checked after every operation: block accounts, bounds of the step, order of service; at the end every answer."""
 
     operations: ClassVar[int] = 0
+    accepted: ClassVar[int] = 0
+    paced: ClassVar[int] = 0
 
     @initialize(
         blocks=st.integers(4, 16),
@@ -40,13 +47,20 @@ class AnyLife(RuleBasedStateMachine):
         budget=st.integers(6, 20),
         chunked=st.booleans(),
         caching=st.booleans(),
+        guesses=st.sampled_from([0, 1, 5]),
+        paced=st.booleans(),
     )
-    def start(self, blocks: int, seqs: int, budget: int, chunked: bool, caching: bool) -> None:
+    def start(
+        self, blocks: int, seqs: int, budget: int, chunked: bool, caching: bool, guesses: int, paced: bool
+    ) -> None:
         if not chunked:
             budget = max(budget, blocks * BLOCK_SIZE)
         self.bench = Bench(
-            blocks=blocks, block_size=4, seqs=seqs, budget=budget, chunked=chunked, waiting=6, caching=caching
-        )
+            blocks=blocks, block_size=4, seqs=seqs, budget=budget, chunked=chunked, waiting=6, caching=caching,
+            guesses=guesses, echo=ECHO,
+        )  # fmt: skip
+        if paced and chunked:
+            self.bench.scheduler.pacer = Pacer(1.5)
         self.caching = caching
         self.prompts: dict[int, list[int]] = {}
         self.plans: dict[int, SamplingPlan] = {}
@@ -134,12 +148,21 @@ class AnyLife(RuleBasedStateMachine):
         assert not (plan.preempted and plan.admitted)
         assert len({p.sequence_id for p in plan.slices}) == len(plan.slices)
         self.someone_gets_on(plan)
+        self.note(plan)
         for piece in plan.slices:
             known = self.computed[self.placements[piece.sequence_id]]
             if piece.sequence_id in plan.admitted and piece.start:
                 assert self.caching
                 assert any(other[: piece.start] == piece.known_token_ids[: piece.start] for other in known.values())
             known[piece.sequence_id] = piece.known_token_ids
+
+    def note(self, plan: StepPlan) -> None:
+        """Tell the pacer that the step took its time, now and then much longer."""
+        pacer, tokens = self.bench.scheduler.pacer, sum(len(p.token_ids) for p in plan.slices[plan.decodes :])
+        if pacer is not None and plan.slices:
+            duration_s = (9.0 if self.bench.now % 7 == 0 else 1.0) * (4 + tokens)
+            pacer.note(duration_s=duration_s, decodes=plan.decodes, prefill_tokens=tokens)
+            type(self).paced += plan.pace is not None and plan.pace.tokens == tokens  # prompts had all they might
 
     def someone_gets_on(self, plan: StepPlan) -> None:
         """Every sequence that decodes has its token, and whoever runs gets on, or no one ever would."""
@@ -156,6 +179,8 @@ class AnyLife(RuleBasedStateMachine):
             return
         scheduler = self.bench.scheduler
         scheduler.check()
+        for sequence in scheduler.running:  # no block is kept for guesses that did not come true
+            assert len(sequence.block_table) <= scheduler.pool.blocks_for(len(sequence.token_ids))
         for ranking in (scheduler.running, scheduler.waiting):
             assert all(a.rank < b.rank for a, b in pairwise(ranking))
         present = {s.id for s in scheduler}
@@ -177,6 +202,7 @@ class AnyLife(RuleBasedStateMachine):
             if not (bench.scheduler.running or bench.scheduler.waiting):
                 break
             self.step()
+        type(self).accepted += bench.accepted
         assert bench.finishes.keys() == self.prompts.keys()
         assert bench.pool.free_blocks == bench.pool.total_blocks
         assert not bench.memory._announced
@@ -187,7 +213,9 @@ class AnyLife(RuleBasedStateMachine):
 
 
 def test_any_life_keeps_accounts_and_answers_right() -> None:
-    AnyLife.operations = 0
+    AnyLife.operations = AnyLife.accepted = AnyLife.paced = 0
     # How many a run draws is chance: again, until they are enough.
-    while AnyLife.operations <= 20_000:
+    while AnyLife.operations <= 20_000 or (AnyLife.paced <= 50 and AnyLife.operations <= 200_000):
         run_state_machine_as_test(AnyLife, settings=settings(max_examples=100, stateful_step_count=30, deadline=None))
+    assert AnyLife.accepted > 200
+    assert AnyLife.paced > 50

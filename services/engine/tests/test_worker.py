@@ -242,6 +242,7 @@ async def test_a_reader_that_lags_loses_nothing() -> None:
         ({"fault": "slow=2,explode"}, "fault 'explode' is not one of: slow=FACTOR"),
         ({"fault": "die_after_tokens=soon"}, "fault 'die_after_tokens=soon' is not one of"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_seqs=64 must be from 1 to"),
+        ({"max_itl_stretch": 0.9}, "max_itl_stretch=0.9 must be above 1, or 0 for no pacing"),
         ({"max_model_len": 9000}, "max_model_len=9000 is more than the 8192 tokens that model and bundle allow"),
         (
             {"max_model_len": 1024, "enable_chunked_prefill": False},
@@ -269,6 +270,22 @@ async def test_without_chunks_the_context_is_what_one_step_holds() -> None:
         sequence_id = submit(client, [1] * 99)
         await ear.until_finished(sequence_id)
         assert ear.finishes[sequence_id].prefill_chunks == 1
+
+
+@pytest.mark.parametrize(("stretch", "chunks"), [(2.0, range(4, 1000)), (0.0, range(2, 3))])
+async def test_beside_a_running_stream_a_long_prompt_is_cut_by_time_unless_that_is_off(
+    stretch: float, chunks: range
+) -> None:
+    # A step of 512 tokens would take 256 ms, fifty times as long as the stream's own.
+    slow: dict[str, object] = {"simulate_itl_ms": 5.0, "simulate_prefill_tokens_per_s": 2000.0}
+    async with started(max_itl_stretch=stretch, **slow) as (client, ear, _):
+        stream = submit(client, [1, 2, 3], max_tokens=5000)
+        await ear.until_tokens(stream, 3)
+        newcomer = submit(client, [7] * 1000, max_tokens=1)
+        await ear.until_finished(newcomer)
+        assert ear.finishes[newcomer].prefill_chunks in chunks
+        client.abort(stream)
+        await ear.until_finished(stream)
 
 
 async def test_a_worker_that_is_not_ready_in_time_is_a_start_error_and_gone() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headrace.api.common.v1 import answer_pb2, sampling_pb2
 from headrace.api.engine.v1 import engine_service_pb2 as pb
-from headrace.base.errors import DeadlinePassed, Exhausted, HeadraceError, InternalError, InvalidRequest
+from headrace.base.errors import DeadlinePassed, Exhausted, HeadraceError, InternalError, InvalidRequest, Unavailable
 from headrace.engine.choice import Choice
 from headrace.engine.core.finish import ErrorReason, Finish
 from headrace.engine.core.likelihood import Logprobs
@@ -47,9 +47,11 @@ class Inbox:
         finishes: Sequence[tuple[int, Finish]],
     ) -> None:
         """Queue this request's news; bounded by its max_tokens."""
-        found = dict(logprobs)
+        asked = {slot for slot, _ in logprobs}
+        following = iter(logprobs)
         for slot, token_id in zip(slots, token_ids, strict=True):
-            self._queue.put_nowait(News(index=slot, token_id=token_id, logprobs=found.get(slot)))
+            own = next(following)[1] if slot in asked else None
+            self._queue.put_nowait(News(index=slot, token_id=token_id, logprobs=own))
         for slot, finish in finishes:
             self._queue.put_nowait(News(index=slot, finish=finish))
 
@@ -169,5 +171,6 @@ def raise_problem(finish: Finish) -> None:
     errors: dict[ErrorReason, HeadraceError] = {
         ErrorReason.DEADLINE_EXCEEDED: DeadlinePassed(problem.message),
         ErrorReason.QUEUE_FULL: Exhausted(problem.message, reason="QUEUE_FULL", retry_after_s=1.0),
+        ErrorReason.WORKER_STALLED: Unavailable(problem.message, reason="WORKER_STALLED", retry_after_s=1.0),
     }
     raise errors.get(problem.reason) or InternalError(problem.message, reason=problem.reason.value)

@@ -22,6 +22,7 @@ from headrace.engine.heartbeat import Heart, Identity
 from headrace.engine.sequences import Sequences
 from headrace.engine.servicer import EngineServicer
 from headrace.engine.settings import EngineSettings
+from headrace.engine.watch import Watch
 from headrace.engine.worker.client import WorkerClient
 from headrace.observe.metrics import start_metrics_server
 from headrace.observe.tracing import Tracing
@@ -63,6 +64,10 @@ class EngineApp:
         self._server.add(rpc.add_EngineServiceServicer_to_server, self._servicer, SERVICE)
         self._beating: asyncio.Future[None] | None = None
         self._dispatching: asyncio.Future[None] | None = None
+        self._watching: asyncio.Future[None] | None = None
+        self._watch = Watch(
+            self._worker, stall_s=settings.worker_stall_s, lost_s=settings.worker_lost_s, changed=self._stalled
+        )
 
     @property
     def address(self) -> str:
@@ -85,6 +90,8 @@ class EngineApp:
         me.address = await self._server.start()
         me.address = self._settings.advertise or me.address
         self._beating = asyncio.ensure_future(self._heart.beat())
+        if self._settings.max_itl_stretch and not self._settings.enable_chunked_prefill:
+            log.warning("prompts_not_paced", reason="enable_chunked_prefill is off: whole prompts take what they take")
         config = self._settings.worker_config(
             bundle.model_path, bundle.precision, bundle.max_model_len, me.bundle_digest
         )
@@ -95,7 +102,7 @@ class EngineApp:
             await asyncio.wait({loading})
         self._servicer.tokenizer = loading.result()
         self._servicer.vocab_size = ready.vocab_size
-        self._sequences.load = ready.load
+        self._sequences.begin(ready.load)
         me.max_model_len, me.block_size = ready.max_model_len, ready.block_size
         self._heart.set_phase(pb.PHASE_READY)
         await self._server.set_serving(True)
@@ -122,14 +129,22 @@ class EngineApp:
         return bundle
 
     async def run(self) -> None:
-        """Beat and dispatch until cancelled; the worker's death ends this process too."""
+        """Beat, dispatch and watch until cancelled; the worker's death, or long silence, ends this process too."""
         assert self._beating is not None
-        # Both outlive this call: a drain still needs the heartbeats to say DRAINING and the tokens to flow.
+        self._watching = asyncio.ensure_future(self._watch.run())
+        # All outlive this call: a drain still needs the heartbeats to say DRAINING and the tokens to flow.
         self._dispatching = asyncio.ensure_future(self._sequences.dispatch())
-        parts: set[asyncio.Future[None]] = {self._dispatching, self._beating}
+        parts: set[asyncio.Future[None]] = {self._dispatching, self._beating, self._watching}
         done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         for part in done:
             part.result()
+
+    async def _stalled(self, stalled: bool) -> None:
+        """The worker fell silent, or is heard again."""
+        self._heart.set_stalled(stalled)
+        if stalled:
+            self._sequences.give_up_unstarted()
+        await self._server.set_serving(self._heart.phase == pb.PHASE_READY)
 
     async def drain(self) -> None:
         """Say DRAINING, let running answers end within the grace, end the streams, leave the board."""
@@ -143,14 +158,17 @@ class EngineApp:
             session.close()
         self._cache.close()
         await self._server.drain(2.0)
+        if self._watching is not None:
+            self._watching.cancel()
         await self._worker.stop()
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.wait({self._beating})
         await self._heart.withdraw()
-        if dispatching is not None:
-            dispatching.cancel()
-            await asyncio.gather(dispatching, return_exceptions=True)  # how it failed, `run` has reported
+        for part in (dispatching, self._watching):
+            if part is not None:
+                part.cancel()
+                await asyncio.gather(part, return_exceptions=True)  # how it failed, `run` has reported
         if self._redis is not None:
             await self._redis.aclose()
         await self._tracing.shutdown()

@@ -12,7 +12,7 @@ from headrace.api.engine.v1 import engine_service_pb2 as pb
 from headrace.base.deadline import Deadline
 from headrace.base.errors import HeadraceError, InvalidRequest, StaleEpoch
 from headrace.base.sampling_limit import MAX_ANSWERS
-from headrace.engine.core.finish import Finish
+from headrace.engine.core.finish import Finish, Problem
 from headrace.engine.core.likelihood import Logprobs
 from headrace.engine.core.placement import Placement, Priority
 from headrace.engine.core.sampling_plan import SamplingPlan
@@ -30,11 +30,11 @@ _PRIORITIES = {
 
 
 class AttachSession:
-    """The state of one stream. `draining` says whether new submissions are refused."""
+    """The state of one stream. `refusal` says why new submissions are refused, if they are."""
 
-    def __init__(self, sequences: Sequences, draining: Callable[[], bool]) -> None:
+    def __init__(self, sequences: Sequences, refusal: Callable[[], Problem | None]) -> None:
         self._sequences = sequences
-        self._draining = draining
+        self._refusal = refusal
         self._slots: dict[int, int] = {}  # slot → sequence id
         self._outgoing: asyncio.Queue[pb.Step | None] = asyncio.Queue()
         self._steps = 0
@@ -109,8 +109,8 @@ class AttachSession:
         for slot in slots:
             if slot in self._slots:
                 raise InvalidRequest("submit.slot", f"slot {slot} is in use until its finish record has arrived")
-        if self._draining():
-            self._refuse(slots, "DRAINING", "this replica is draining and takes nothing new")
+        if refusal := self._refusal():
+            self._refuse(slots, refusal.reason.value, refusal.message)
             return
         try:
             answers_wanted(submit.sampling)

@@ -40,7 +40,8 @@ class Heart:
         self, identity: Identity, board: ReplicaBoard | None, load: Callable[[], Load | None], period_s: float
     ) -> None:
         self.identity = identity
-        self.phase: pb.Phase.ValueType = pb.PHASE_WARMING
+        self._phase: pb.Phase.ValueType = pb.PHASE_WARMING
+        self._stalled = False
         self._board = board
         self._load = load
         self._period_s = period_s
@@ -48,9 +49,24 @@ class Heart:
         self._wake = asyncio.Event()
         self._failing = False
 
+    @property
+    def phase(self) -> pb.Phase.ValueType:
+        """WARMING while the worker is silent, too: to others it means the same, not now and perhaps soon."""
+        return pb.PHASE_WARMING if self._stalled and self._phase == pb.PHASE_READY else self._phase
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the worker is silent."""
+        return self._stalled
+
     def set_phase(self, phase: pb.Phase.ValueType) -> None:
         """Change the phase and say so at once."""
-        self.phase = phase
+        self._phase = phase
+        self._wake.set()
+
+    def set_stalled(self, stalled: bool) -> None:
+        """Note that the worker fell silent or is heard again, and say so at once."""
+        self._stalled = stalled
         self._wake.set()
 
     async def beat(self) -> None:
@@ -125,4 +141,8 @@ class Heart:
                 beat.prefill_tokens_per_s = load.prefill_tokens_per_s
             if load.itl_ms is not None:
                 beat.itl_ms = load.itl_ms
+            for tokens, tokens_per_s in load.prefill_rates:
+                beat.prefill_rates.add(tokens=tokens, tokens_per_s=tokens_per_s)
+            for sequences, itl_ms in load.batch_latencies:
+                beat.batch_latencies.add(sequences=sequences, itl_ms=itl_ms)
         return beat

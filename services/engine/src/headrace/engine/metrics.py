@@ -16,8 +16,11 @@ GATEWAYS = gauge("headrace_engine_gateways_attached", "Attach streams open.")
 TOKENS = counter("headrace_engine_tokens_total", "Tokens generated.")
 PROMPT_TOKENS = counter("headrace_engine_prompt_tokens_total", "Prompt tokens submitted.")
 CACHED_TOKENS = counter("headrace_engine_cached_tokens_total", "Prompt tokens found in the prefix cache.")
+DRAFTED = counter("headrace_engine_draft_tokens_total", "Guesses at next tokens that were computed.")
+ACCEPTED = counter("headrace_engine_accepted_tokens_total", "Guesses that became tokens of an answer.")
 FINISHES = counter("headrace_engine_finishes_total", "Sequences ended, by reason.", ("reason", "error_reason"))
 PREEMPTIONS = counter("headrace_engine_preemptions_total", "Times a running sequence was preempted.")
+STALLS = counter("headrace_engine_worker_stalls_total", "Times the worker was silent for longer than a step may take.")
 HEARTBEATS = counter("headrace_engine_heartbeats_total", "Heartbeats, by outcome.", ("outcome",))
 
 

@@ -13,14 +13,28 @@ from typing import Protocol
 
 from headrace.base.deadline import Deadline
 from headrace.engine.cache_feed import CacheFeed
-from headrace.engine.core.finish import Finish, FinishReason
+from headrace.engine.core.finish import ErrorReason, Finish, FinishReason, Problem
 from headrace.engine.core.likelihood import Logprobs
-from headrace.engine.core.load import Load
+from headrace.engine.core.load import LastLoad, Load
 from headrace.engine.core.placement import USUAL, Placement
 from headrace.engine.core.sampling_plan import SamplingPlan
-from headrace.engine.metrics import CACHED_TOKENS, FINISHES, OPEN, PREEMPTIONS, PROMPT_TOKENS, TOKENS, show_load
+from headrace.engine.metrics import (
+    ACCEPTED,
+    CACHED_TOKENS,
+    DRAFTED,
+    FINISHES,
+    OPEN,
+    PREEMPTIONS,
+    PROMPT_TOKENS,
+    TOKENS,
+    show_load,
+)
 from headrace.engine.worker.client import StepEvent, WorkerClient
 from headrace.observe.tracing import record_span
+
+WORKER_STALLED = Problem(
+    reason=ErrorReason.WORKER_STALLED, message="this replica's worker does not answer; try another replica"
+)
 
 
 class Owner(Protocol):
@@ -35,6 +49,7 @@ class Owner(Protocol):
     ) -> None:
         """`slots[i]` emitted `token_ids[i]`; `logprobs` are (slot, of its token) in their order, for those that asked.
 
+        A slot that emitted several tokens comes once for each, in order.
         `finishes` are (slot, finish), their slots free afterwards.
         """
 
@@ -71,10 +86,20 @@ class Sequences:
         self._worker = worker
         self.cache = cache
         self._open: dict[int, OpenSequence] = {}
-        self.load: Load | None = None
+        self._given_up: set[int] = set()  # ended here, and perhaps not yet in the worker
+        self._load: LastLoad | None = None
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def load(self) -> Load | None:
+        """What to say of the load now; None before the worker is ready."""
+        return self._load.at(time.monotonic()) if self._load else None
+
+    def begin(self, load: Load) -> None:
+        """The worker is ready, and has measured itself."""
+        self._load = LastLoad(load)
 
     def submit(
         self,
@@ -119,10 +144,26 @@ class Sequences:
         if sequence_id in self._open:
             self._worker.abort(sequence_id)
 
+    def give_up_unstarted(self) -> None:
+        """End with an error, as far as their owners know, the sequences that have no token yet: the worker is silent.
+
+        Elsewhere they may start at once. The worker hears of it when it goes on, and what it still says of them is
+        dropped.
+        """
+        shares: dict[int, tuple[Owner, _News]] = {}
+        for sequence_id, sequence in list(self._open.items()):
+            if not sequence.tokens:
+                finish = Finish(sequence_id=sequence_id, reason=FinishReason.ERROR, problem=WORKER_STALLED)
+                self._worker.abort(sequence_id)
+                self._given_up.add(sequence_id)
+                self._end(shares, finish)
+        _deliver(shares)
+
     async def dispatch(self) -> None:
         """Hand out the worker's events until it is stopped; raises WorkerDied when it ends by itself."""
         async for event in self._worker.events():
-            self.load = event.load
+            if self._load is not None:
+                self._load.note(event.load, time.monotonic())
             show_load(event.load)
             self.cache.apply(event.cache_events)
             self._hand_out(event)
@@ -130,25 +171,41 @@ class Sequences:
     def _hand_out(self, event: StepEvent) -> None:
         shares: dict[int, tuple[Owner, _News]] = {}
         for sequence_id, token_id in zip(event.sequence_ids, event.token_ids, strict=True):
+            if sequence_id in self._given_up:
+                continue
             sequence = self._open[sequence_id]
             sequence.tokens += 1
             news = _share(shares, sequence.owner)
             news.slots.append(sequence.slot)
             news.token_ids.append(token_id)
         TOKENS.inc(len(event.token_ids))
+        DRAFTED.inc(event.drafted)
+        ACCEPTED.inc(event.accepted)
         for sequence_id, logprobs in event.logprobs:
+            if sequence_id in self._given_up:
+                continue
             sequence = self._open[sequence_id]
             _share(shares, sequence.owner).logprobs.append((sequence.slot, logprobs))
         for finish in event.finishes:
-            sequence = self._open.pop(finish.sequence_id)
-            _share(shares, sequence.owner).finishes.append((sequence.slot, finish))
-            _record(sequence, finish)
-        for owner, news in shares.values():
-            owner.deliver(news.slots, news.token_ids, news.logprobs, news.finishes)
+            if finish.sequence_id in self._given_up:
+                self._given_up.remove(finish.sequence_id)
+            else:
+                self._end(shares, finish)
+        _deliver(shares)
+
+    def _end(self, shares: dict[int, tuple[Owner, _News]], finish: Finish) -> None:
+        sequence = self._open.pop(finish.sequence_id)
+        _share(shares, sequence.owner).finishes.append((sequence.slot, finish))
+        _record(sequence, finish)
 
 
 def _share(shares: dict[int, tuple[Owner, _News]], owner: Owner) -> _News:
     return shares.setdefault(id(owner), (owner, _News()))[1]
+
+
+def _deliver(shares: dict[int, tuple[Owner, _News]]) -> None:
+    for owner, news in shares.values():
+        owner.deliver(news.slots, news.token_ids, news.logprobs, news.finishes)
 
 
 def _record(sequence: OpenSequence, finish: Finish) -> None:

@@ -12,8 +12,9 @@ from headrace.base.errors import Unavailable
 from headrace.engine.answer import stream_answer
 from headrace.engine.attach import AttachSession
 from headrace.engine.cache_feed import CacheFeed
+from headrace.engine.core.finish import ErrorReason, Problem
 from headrace.engine.heartbeat import Heart
-from headrace.engine.sequences import Sequences
+from headrace.engine.sequences import WORKER_STALLED, Sequences
 from headrace.engine.settings import EngineSettings
 from headrace.rpc.context import current_call
 from headrace.text.tokenizer import Tokenizer
@@ -33,10 +34,11 @@ class EngineServicer(rpc.EngineServiceServicer):
         self.vocab_size = 0
         self.sessions: set[AttachSession] = set()
 
-    @property
-    def draining(self) -> bool:
-        """Whether new work is refused because this replica is about to end."""
-        return self._heart.phase == pb.PHASE_DRAINING
+    def refusal(self) -> Problem | None:
+        """Why new work is refused, if it is."""
+        if self._heart.phase == pb.PHASE_DRAINING:
+            return Problem(reason=ErrorReason.DRAINING, message="this replica is draining and takes nothing new")
+        return WORKER_STALLED if self._heart.stalled else None
 
     async def Attach(
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Any
@@ -47,7 +49,7 @@ class EngineServicer(rpc.EngineServiceServicer):
         welcome = pb.Welcome(
             engine_id=me.engine_id, epoch=me.epoch, bundle_digest=me.bundle_digest, vocab_size=self.vocab_size
         )
-        session = AttachSession(self._sequences, lambda: self.draining)
+        session = AttachSession(self._sequences, self.refusal)
         self.sessions.add(session)
         try:
             async for response in session.run(request_iterator, welcome):
@@ -58,8 +60,8 @@ class EngineServicer(rpc.EngineServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """Text in, text out."""
         self._require_ready()
-        if self.draining:
-            raise Unavailable("this replica is draining", reason="DRAINING", retry_after_s=1.0)
+        if refusal := self.refusal():
+            raise Unavailable(refusal.message, reason=refusal.reason.value, retry_after_s=1.0)
         assert self.tokenizer is not None
         call = current_call()
         events = stream_answer(self._sequences, self.tokenizer, request, call, self._heart.identity.engine_id)
@@ -80,5 +82,7 @@ class EngineServicer(rpc.EngineServiceServicer):
         return pb.DescribeResponse(heartbeat=self._heart.message(), settings=shown)
 
     def _require_ready(self) -> None:
+        if self._heart.stalled:
+            raise Unavailable(WORKER_STALLED.message, reason=WORKER_STALLED.reason.value, retry_after_s=1.0)
         if self._heart.phase == pb.PHASE_WARMING:
             raise Unavailable("this replica is warming up", reason="WARMING", retry_after_s=1.0)

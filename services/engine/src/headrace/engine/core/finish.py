@@ -30,6 +30,8 @@ class ErrorReason(Enum):
     INVALID_FIELD = "INVALID_FIELD"
     NUMERICAL = "NUMERICAL"  # the model's logits are not numbers
     NO_TOKEN_ALLOWED = "NO_TOKEN_ALLOWED"  # masks, bans and min_tokens together leave nothing to sample
+    DRAINING = "DRAINING"  # this replica is about to end
+    WORKER_STALLED = "WORKER_STALLED"  # what computes on this replica does not answer
     GRAMMAR_BROKEN = "GRAMMAR_BROKEN"  # a fault of ours: no tokenizer to compile for, or a token the grammar forbids
 
 

@@ -100,6 +100,17 @@ class KvMemory:
         self.pool.free([shared])
         return (shared, block) if used else None
 
+    def extend(self, sequence: Sequence, tokens: int) -> None:
+        """Take blocks for the first `tokens` positions; NotEnoughBlocks when they are not free."""
+        sequence.block_table += self.pool.allocate(self.pool.blocks_for(tokens) - len(sequence.block_table))
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the blocks behind the computed tokens: they hold guesses that did not come true."""
+        kept = self.pool.blocks_for(sequence.num_computed_tokens)
+        if kept < len(sequence.block_table):
+            self.pool.free(sequence.block_table[kept:])
+            del sequence.block_table[kept:]
+
     def share(self, sequence: Sequence, other: Sequence) -> None:
         """Let `other` hold the blocks of `sequence`, which has just computed the prompt that both have.
 

@@ -9,6 +9,7 @@ from enum import Enum, auto
 
 from headrace.engine.core.finish import Finish, FinishReason, Problem
 from headrace.engine.core.likelihood import Logprobs
+from headrace.engine.core.ngram import NgramIndex
 from headrace.engine.core.placement import USUAL, Placement
 from headrace.engine.core.sampling_plan import SamplingPlan
 
@@ -51,6 +52,8 @@ class Sequence:
     state: State = State.WAITING
     num_computed_tokens: int = 0
     forked: bool = False  # it shares another's prompt, and lacks the logits of the prompt's last token only
+    ngrams: NgramIndex | None = None  # made when guesses are first asked for
+    trusted_guesses: int = 1  # how many are worth computing, as the newest ones fared
     # The memory's: its blocks; the hash chain of its tokens, root first; how many blocks of it are in the prefix cache;
     # how many it has announced to compute; the hash that somebody else is computing for it.
     block_table: list[int] = field(default_factory=list)
@@ -88,6 +91,13 @@ class Sequence:
         """Whether prompt positions must still be computed for their log-probabilities, cached or not."""
         known = len(self.prompt_logprobs) + 1
         return self.plan.prompt_logprobs is not None and known < self.prompt_length - self.emitted_tokens
+
+    def note_guesses(self, drafted: int, accepted: int) -> None:
+        """Trust twice as many after a step in which all came true, else one more than did.
+
+        Wrong guesses are not free: four of them lengthen a step by 23 % for one sequence, by 69 % in a batch of four.
+        """
+        self.trusted_guesses = 2 * drafted if accepted == drafted else accepted + 1
 
     def collect(self, start: int, logprobs: Seq[Logprobs]) -> None:
         """Add a slice's prompt log-probabilities: entry i belongs to position ``start + i + 1``.

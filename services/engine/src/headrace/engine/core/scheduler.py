@@ -3,7 +3,9 @@
 A step takes running sequences first (decodes, then prefill chunks), then waiting ones, under a budget of tokens. Higher
 classes come first, within a class the older. When a decode needs a block and none is free, the last of that order gives
 all of its blocks back and is computed again later. Several answers to one prompt wait as one: the first computes the
-prompt, the others then share its blocks. Time is an argument; the scheduler never looks at a clock.
+prompt, the others then share its blocks. What tokens and blocks a step has to spare may go to guesses at the tokens
+that follow; nobody waits, shrinks or gives way for them. With a pacer, prompts also keep to the time that the streams
+before them can spare. Time is an argument; the scheduler never looks at a clock.
 """
 
 from __future__ import annotations
@@ -11,15 +13,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
+from headrace.engine.core.batch import Batch, BatchLimits
 from headrace.engine.core.block_pool import BlockPool
 from headrace.engine.core.cache_event import CacheEvent
 from headrace.engine.core.finish import ErrorReason, Finish, FinishReason, Problem
+from headrace.engine.core.guessing import Guessing
 from headrace.engine.core.kv_memory import KvMemory
+from headrace.engine.core.ngram import Speculation
+from headrace.engine.core.pacing import Pacer
 from headrace.engine.core.ranking import Ranking
 from headrace.engine.core.request import Sequence, State
 from headrace.engine.core.step import Computed, Hold, Logprobs, SequenceSlice, StepOutcome, StepPlan
+
+__all__ = ["BatchLimits", "Scheduler"]
 
 _CANCELLED = Problem(reason=ErrorReason.CANCELLED, message="the caller cancelled the request")
 _LATE = Problem(reason=ErrorReason.DEADLINE_EXCEEDED, message="the request's deadline passed in the engine")
@@ -27,36 +34,22 @@ _LATE = Problem(reason=ErrorReason.DEADLINE_EXCEEDED, message="the request's dea
 _PASSED_BY = (Hold.GRAMMAR, Hold.PREFIX)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLimits:
-    """The bounds of a step and of the queue before it; ValueError names a bound that cannot be.
-
-    A step must have room for one token of every running sequence, or decodes would starve. With chunked prefill off a
-    step must also hold the longest sequence the caller submits, or that one waits for ever.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    enable_chunked_prefill: bool
-    max_waiting: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
-            raise ValueError(
-                f"max_num_seqs={self.max_num_seqs} must be from 1 to "
-                f"max_num_batched_tokens={self.max_num_batched_tokens}: "
-                "a step computes at least one token of every running sequence"
-            )
-
-
 class Scheduler:
     """The sequences of one engine. Call `schedule`, compute the plan, call `update`; submit and abort in between."""
 
-    def __init__(self, limits: BatchLimits, memory: KvMemory, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        limits: BatchLimits,
+        memory: KvMemory,
+        eos_ids: frozenset[int],
+        speculation: Speculation | None = None,
+        pacer: Pacer | None = None,
+    ) -> None:
         # Both in the order of service: victims are the last of those that run and return to their old place.
         self.running = Ranking()
         self.waiting = Ranking()
         self.limits = limits
+        self.pacer = pacer  # whoever computes the steps tells it how long they took
         self._memory = memory
         self._eos_ids = eos_ids
         self._sequences: dict[int, Sequence] = {}
@@ -64,6 +57,7 @@ class Scheduler:
         self._no_deadline_before = math.inf
         # Room for the next block of some of those that run; without it an admission is undone by the next step.
         self.watermark = max(1, memory.pool.total_blocks // 100)
+        self._guessing = None if speculation is None else Guessing(speculation, memory, self.watermark)
 
     @property
     def pool(self) -> BlockPool:
@@ -110,21 +104,29 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """Decide the next step; its slices are empty when there is nothing to compute."""
         expired = self._expire(now)
-        slices: list[SequenceSlice] = []
-        copies: list[tuple[int, int]] = []
+        batch = Batch(self.limits.max_num_batched_tokens)
+        preempted = self._continue_decodes(batch)
+        if self.pacer is not None:
+            batch.pace(self.pacer, self._prompts(batch.decodes))
+        for sequence in self.running:
+            if not batch.budget:
+                break
+            if not sequence.decoding:  # its blocks were allocated when it was admitted
+                batch.prefill(sequence)
         admitted: list[int] = []
-        preempted = self._continue_decodes(slices, copies)
-        decodes = len(slices)
-        budget = self._continue_prefills(slices, self.limits.max_num_batched_tokens - decodes)
-        hold = Hold.PREEMPTED if preempted else self._admit(slices, budget, admitted, now)
+        hold = Hold.PREEMPTED if preempted else self._admit(batch, admitted, now)
+        if self._guessing is not None and not preempted:
+            running = len(self.running)
+            self._guessing.extend(batch.slices, batch.decodes, self._sequences, running=running, budget=batch.budget)
         return StepPlan(
-            slices=tuple(slices),
-            decodes=decodes,
-            copies=tuple(copies),
+            slices=tuple(batch.slices),
+            decodes=batch.decodes,
+            copies=tuple(batch.copies),
             preempted=tuple(preempted),
             admitted=tuple(admitted),
             hold=hold,
             expired=expired,
+            pace=batch.paced,
         )
 
     def update(self, plan: StepPlan, computed: Seq[Computed], now: float) -> StepOutcome:
@@ -133,6 +135,7 @@ class Scheduler:
         token_ids: list[int] = []
         logprobs: list[tuple[int, Logprobs]] = []
         finishes: list[Finish] = []
+        drafted = accepted = 0
         for piece, result in zip(plan.slices, computed, strict=True):
             sequence = self._sequences.get(piece.sequence_id)
             if sequence is None:  # aborted while the step was computed
@@ -140,20 +143,24 @@ class Scheduler:
             if result.problem is not None:
                 finishes.append(self._end(sequence, FinishReason.ERROR, now, result.problem))
                 continue
-            self._account(sequence, piece, result)
-            if result.token_id is None:
-                continue
-            sequence_ids.append(sequence.id)
-            token_ids.append(result.token_id)
-            if result.logprobs is not None:
-                logprobs.append((sequence.id, result.logprobs))
-            reason = sequence.append(result.token_id, self._eos_ids, now)
-            if result.complete:
-                reason = FinishReason.STOP
+            taken, reason, problem = self._append(sequence, (result, *result.more), now)
+            drafted += piece.drafted
+            accepted += max(0, len(taken) - 1)
+            self._account(sequence, piece, result, len(taken))
+            for one in taken:
+                sequence_ids.append(sequence.id)
+                token_ids.append(one.token_id)  # type: ignore[arg-type]  # those taken have one
+                if one.logprobs is not None:
+                    logprobs.append((sequence.id, one.logprobs))
             if reason is not None:
-                finishes.append(self._end(sequence, reason, now))
+                finishes.append(self._end(sequence, reason, now, problem))
         return StepOutcome(
-            sequence_ids=sequence_ids, token_ids=token_ids, finishes=tuple(finishes), logprobs=tuple(logprobs)
+            sequence_ids=sequence_ids,
+            token_ids=token_ids,
+            finishes=tuple(finishes),
+            logprobs=tuple(logprobs),
+            drafted=drafted,
+            accepted=accepted,
         )
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -209,7 +216,11 @@ class Scheduler:
         self._no_deadline_before = self.next_deadline()
         return finishes
 
-    def _continue_decodes(self, slices: list[SequenceSlice], copies: list[tuple[int, int]]) -> list[int]:
+    def _prompts(self, decodes: int) -> int:
+        """How many sequences want their prompt computed: those at it, and those that wait and find a place."""
+        return len(self.running) - decodes + min(len(self.waiting), self.limits.max_num_seqs - len(self.running))
+
+    def _continue_decodes(self, batch: Batch) -> list[int]:
         """One token for every decoding sequence, in order; the ids of those that lost their blocks for it.
 
         The victim is the last of all that run, so it never has a slice or a copy yet.
@@ -225,8 +236,8 @@ class Scheduler:
                     break
                 copy = self._memory.grow(sequence)
                 if copy is not None:
-                    copies.append(copy)
-            slices.append(_slice(sequence, 1))
+                    batch.copies.append(copy)
+            batch.decode(sequence)
         return preempted
 
     def _preempt_last(self) -> int:
@@ -237,34 +248,18 @@ class Scheduler:
         self._enqueue(victim, victim.followers)
         return victim.id
 
-    def _continue_prefills(self, slices: list[SequenceSlice], budget: int) -> int:
-        """A chunk for each sequence in prefill, in order, as far as the budget goes; the budget left.
-
-        Their blocks were allocated when they were admitted.
-        """
-        for sequence in self.running:
-            if not budget:
-                break
-            if not sequence.decoding:
-                tokens = min(sequence.remaining_tokens, budget)
-                slices.append(_slice(sequence, tokens))
-                budget -= tokens
-        return budget
-
-    def _admit(self, slices: list[SequenceSlice], budget: int, admitted: list[int], now: float) -> Hold | None:
+    def _admit(self, batch: Batch, admitted: list[int], now: float) -> Hold | None:
         """Start waiting sequences in order, until one has to wait for room; why the first that waits does so."""
         first: Hold | None = None
         started: list[Sequence] = []
         attached = sum(len(s.followers) for s in self.running) if self.waiting else 0
         for sequence in self.waiting:
-            hold, found = self._hold(sequence, budget, len(self.running) + attached)
+            hold, found = self._hold(sequence, batch, len(self.running) + attached)
             if hold is None:
                 self._start(sequence, found, now)
                 started.append(sequence)
                 attached += len(sequence.followers)
-                tokens = min(sequence.remaining_tokens, budget)
-                slices.append(_slice(sequence, tokens))
-                budget -= tokens
+                batch.prefill(sequence)
                 continue
             first = first or hold
             if hold not in _PASSED_BY:
@@ -274,7 +269,7 @@ class Scheduler:
             admitted.append(sequence.id)
         return first
 
-    def _hold(self, sequence: Sequence, budget: int, seats: int) -> tuple[Hold | None, list[int]]:
+    def _hold(self, sequence: Sequence, batch: Batch, seats: int) -> tuple[Hold | None, list[int]]:
         """Why a waiting sequence must go on waiting, `seats` being taken; else the cached blocks it starts with."""
         if sequence.state is State.WAITING_FOR_GRAMMAR:
             return Hold.GRAMMAR, []
@@ -282,15 +277,15 @@ class Scheduler:
         # More answers than there are places at all begin one after the other.
         if seats + min(answers, self.limits.max_num_seqs) > self.limits.max_num_seqs:
             return Hold.SEQUENCES, []
-        if not budget:
-            return Hold.TOKENS, []
+        if not batch.room(sequence):
+            return batch.hold(), []
         if self._memory.still_awaits(sequence):
             return Hold.PREFIX, []
         found = self._memory.find(sequence)
         if self._memory.is_being_computed(sequence, len(found)):
             return Hold.PREFIX, []
         uncached = len(sequence.token_ids) - len(found) * self.pool.block_size
-        if not self.limits.enable_chunked_prefill and budget < uncached:
+        if not self.limits.enable_chunked_prefill and batch.budget < uncached:
             return Hold.TOKENS, []
         # Each further answer soon needs a block of its own; alone, a sequence may have everything.
         spare = self.watermark + answers - 1 if seats else 0
@@ -306,10 +301,32 @@ class Scheduler:
             sequence.cached_tokens = sequence.num_computed_tokens
         self.running.add(sequence)
 
-    def _account(self, sequence: Sequence, piece: SequenceSlice, result: Computed) -> None:
-        sequence.num_computed_tokens += len(piece.token_ids)
+    def _append(
+        self, sequence: Sequence, results: Seq[Computed], now: float
+    ) -> tuple[list[Computed], FinishReason | None, Problem | None]:
+        """Append a step's tokens up to the one that ends the answer; those taken, and how it ended if it did."""
+        taken: list[Computed] = []
+        for result in results:
+            if result.problem is not None:
+                return taken, FinishReason.ERROR, result.problem
+            if result.token_id is None:
+                break
+            taken.append(result)
+            reason = sequence.append(result.token_id, self._eos_ids, now)
+            if result.complete:
+                reason = FinishReason.STOP
+            if reason is not None:
+                return taken, reason, None
+        return taken, None, None
+
+    def _account(self, sequence: Sequence, piece: SequenceSlice, result: Computed, taken: int) -> None:
+        """Count what is computed for good, `taken` tokens having been appended: all but the untrue guesses."""
+        sequence.num_computed_tokens += len(piece.token_ids) - piece.drafted + max(0, taken - 1)
         sequence.collect(piece.start, result.prompt_logprobs)
         self._memory.store(sequence)
+        if piece.drafted:
+            sequence.note_guesses(piece.drafted, taken - 1)
+            self._memory.trim(sequence)
         if sequence.followers and result.token_id is not None:
             self._fork(sequence)
 
@@ -352,19 +369,3 @@ class Scheduler:
             sequence.followers = []
             self._enqueue(heir, rest)
         return sequence.finish(reason, now, problem)
-
-
-def _slice(sequence: Sequence, tokens: int) -> SequenceSlice:
-    start = sequence.num_computed_tokens
-    if not sequence.decoding:
-        sequence.prefill_chunks += 1
-    return SequenceSlice(
-        sequence_id=sequence.id,
-        token_ids=sequence.token_ids[start : start + tokens],
-        start=start,
-        block_table=sequence.block_table,
-        samples=start + tokens == len(sequence.token_ids),
-        plan=sequence.plan,
-        known_token_ids=sequence.token_ids,
-        prompt_length=sequence.prompt_length - sequence.emitted_tokens,
-    )

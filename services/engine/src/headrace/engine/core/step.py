@@ -8,6 +8,7 @@ from enum import Enum
 
 from headrace.engine.core.finish import Finish, Problem
 from headrace.engine.core.likelihood import Likelihood, Logprobs
+from headrace.engine.core.pacing import Pace
 from headrace.engine.core.sampling_plan import SamplingPlan
 
 __all__ = ["Computed", "Hold", "Likelihood", "Logprobs", "SequenceSlice", "StepOutcome", "StepPlan"]
@@ -34,6 +35,9 @@ class SequenceSlice:
     # an earlier attempt had already emitted are answer, not prompt). A view of the sequence's own list: read only.
     known_token_ids: Sequence[int] = ()
     prompt_length: int = 0
+    # The last of `token_ids` that are guesses, to be verified: none of them is in `known_token_ids`. A slice with
+    # guesses samples after the last known token and after every guess that comes true.
+    drafted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,8 @@ class Computed:
     `token_id` is set when the slice samples; `logprobs` when its plan asks for them. `prompt_logprobs` are those of the
     prompt tokens that follow the slice's tokens: entry i belongs to position ``start + i + 1``; empty unless asked for.
     `problem` is set, and nothing else is, when this sequence cannot go on (its logits are not numbers, or nothing may
-    be sampled): it ends with ERROR, its neighbours go on.
+    be sampled): it ends with ERROR, its neighbours go on. `more` is what follows `token_id` when guesses came true:
+    ``more[i]`` was sampled after guess i, which is the token before it.
     """
 
     token_id: int | None = None
@@ -51,6 +56,7 @@ class Computed:
     prompt_logprobs: tuple[Logprobs, ...] = ()
     problem: Problem | None = None
     complete: bool = False  # nothing may follow the token: the sequence ends with STOP
+    more: tuple[Computed, ...] = ()
 
 
 class Hold(Enum):
@@ -59,6 +65,7 @@ class Hold(Enum):
     PREEMPTED = "PREEMPTED"  # this step took blocks away from someone
     SEQUENCES = "SEQUENCES"  # max_num_seqs are running
     TOKENS = "TOKENS"  # the step's token budget is spent, or too small for a prompt that may not be cut
+    PACE = "PACE"  # what prompts may take of a step beside running streams is spent
     BLOCKS = "BLOCKS"  # too few free KV blocks
     GRAMMAR = "GRAMMAR"  # its grammar is not ready; those behind it pass
     PREFIX = "PREFIX"  # a running sequence is just computing the prefix it could share; those behind it pass
@@ -68,10 +75,11 @@ class Hold(Enum):
 class StepPlan:
     """What a step computes, and what was decided on the way.
 
-    The first `decodes` of the `slices` are decodes of one token each, the others are prefill chunks. `copies` are pairs
-    of blocks, (from, to), to copy in this order before the slices are computed. `preempted` and `admitted` are sequence
-    ids in the order of the decisions; `hold` is why the first that waits does so, None when nobody does; `expired` are
-    sequences whose deadline had passed.
+    The first `decodes` of the `slices` are decodes, of one token and perhaps guesses; the others are prefill chunks.
+    `copies` are pairs of blocks, (from, to), to copy in this order before the slices are computed. `preempted` and
+    `admitted` are sequence ids in the order of the decisions; `hold` is why the first that waits does so, None when
+    nobody does; `expired` are sequences whose deadline had passed; `pace` is what prompts were bounded by for the sake
+    of running streams, None when there are none, or no prompts, or no pacing.
     """
 
     slices: tuple[SequenceSlice, ...]
@@ -81,13 +89,20 @@ class StepPlan:
     admitted: tuple[int, ...] = ()
     hold: Hold | None = None
     expired: tuple[Finish, ...] = ()
+    pace: Pace | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What a step brought: ``sequence_ids[i]`` emitted ``token_ids[i]``; who ended; logprobs by sequence id."""
+    """What a step brought: ``sequence_ids[i]`` emitted ``token_ids[i]``; who ended; logprobs by sequence id.
+
+    A sequence that emitted several tokens comes once for each, in order and without another in between; so do its
+    `logprobs`. Of the `drafted` guesses `accepted` became tokens of an answer.
+    """
 
     sequence_ids: Sequence[int]
     token_ids: Sequence[int]
     finishes: tuple[Finish, ...]
     logprobs: tuple[tuple[int, Logprobs], ...] = ()
+    drafted: int = 0
+    accepted: int = 0

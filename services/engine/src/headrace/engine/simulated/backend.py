@@ -4,6 +4,9 @@ Each KV slot holds a hash of all tokens up to its position, computed from the sl
 so a wrong block table changes the answer here as it would in a model. The next token is picked by that hash: an answer
 resumed elsewhere from prompt + emitted tokens goes on exactly as the unbroken one. Every word is as likely as every
 other: allowed and banned tokens and grammars are obeyed, penalties and truncations change nothing.
+
+With `simulate_echo_tokens` seven of eight tokens are those that stood so many places before, read through the block
+table as well: text in which guesses come true.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -50,6 +54,7 @@ _NOTHING_ALLOWED = Problem(
 )
 
 _LOW_CHOICES = 16
+_PER_OWN_WORD = 8  # an echo has one word of its own in so many
 
 # FNV-1a with 64 bits; its high bits are the well-mixed ones.
 _OFFSET_BASIS = 0xCBF29CE484222325
@@ -72,7 +77,9 @@ class SimulatedBackend:
         self._timing = _timing(config)
         self._warm_up_s = config.simulate_warm_up_s
         self._block_size = config.block_size
+        self._echo = config.simulate_echo_tokens
         self._slots = [0] * (self.num_blocks * config.block_size)
+        self._tokens = [0] * len(self._slots)
 
     def warm_up(self) -> None:
         """Take `simulate_warm_up_s`."""
@@ -83,12 +90,11 @@ class SimulatedBackend:
         prefill_tokens = decodes = 0
         results: list[Computed] = []
         for piece in slices:
-            if len(piece.token_ids) == 1 and piece.start:
-                decodes += 1
+            if len(piece.token_ids) == 1 + piece.drafted and piece.start:
+                decodes += len(piece.token_ids)
             else:
                 prefill_tokens += len(piece.token_ids)
-            prefix_hash = self._compute(piece)
-            results.append(_result(piece, prefix_hash, masks.get(piece.sequence_id)))
+            results.append(self._result(piece, self._compute(piece), masks.get(piece.sequence_id)))
         duration_s = self._timing.duration_s(prefill_tokens=prefill_tokens, decodes=decodes)
         if duration_s:
             time.sleep(duration_s)
@@ -98,35 +104,63 @@ class SimulatedBackend:
         """Copy the slots of the first block of each pair to the second."""
         size = self._block_size
         for source, target in pairs:
-            self._slots[target * size : (target + 1) * size] = self._slots[source * size : (source + 1) * size]
+            for store in (self._slots, self._tokens):
+                store[target * size : (target + 1) * size] = store[source * size : (source + 1) * size]
 
-    def _compute(self, piece: SequenceSlice) -> int:
-        """Fill the slots of the slice's positions; the hash of the prefix that ends with it."""
+    def _compute(self, piece: SequenceSlice) -> list[int]:
+        """Fill the slots of the slice's positions; the hashes of the prefixes that its sampled tokens follow."""
         state = self._slots[self._slot(piece, piece.start - 1)] if piece.start else _OFFSET_BASIS
+        hashes = []
         for position, token in enumerate(piece.token_ids, piece.start):
             state = ((state ^ (token + 1)) * _PRIME) & _MASK
-            self._slots[self._slot(piece, position)] = state
-        return state
+            slot = self._slot(piece, position)
+            self._slots[slot], self._tokens[slot] = state, token
+            hashes.append(state)
+        return hashes[-1 - piece.drafted :]
+
+    def _result(self, piece: SequenceSlice, hashes: Sequence[int], mask: TokenMask | None) -> Computed:
+        """The slice's token, and those after the guesses that came true."""
+        prompt_logprobs = _prompt_logprobs(piece)
+        if not piece.samples:
+            return Computed(prompt_logprobs=prompt_logprobs)
+        first = piece.start + len(piece.token_ids) - piece.drafted
+        found: list[Computed] = []
+        for at, prefix_hash in enumerate(hashes):
+            echoed = self._echoed(piece, first + at, prefix_hash)
+            found.append(_sampled(piece.plan, prefix_hash, mask, echoed))
+            if at < piece.drafted and found[at].token_id != piece.token_ids[at - piece.drafted]:
+                break
+        return replace(found[0], prompt_logprobs=prompt_logprobs, more=tuple(found[1:]))
+
+    def _echoed(self, piece: SequenceSlice, position: int, prefix_hash: int) -> int | None:
+        """The token that is to be said again at `position`, if any."""
+        source = position - self._echo
+        if not self._echo or source < 0 or (prefix_hash * _GOLDEN & _MASK) >> 32 & (_PER_OWN_WORD - 1) == 0:
+            return None
+        return self._tokens[self._slot(piece, source)]
 
     def _slot(self, piece: SequenceSlice, position: int) -> int:
         block, offset = divmod(position, self._block_size)
         return piece.block_table[block] * self._block_size + offset
 
 
-def _result(piece: SequenceSlice, prefix_hash: int, mask: TokenMask | None) -> Computed:
-    plan = piece.plan
-    prompt_logprobs: tuple[Logprobs, ...] = ()
-    if plan.prompt_logprobs is not None:
-        first = piece.start + 1
-        following = piece.known_token_ids[first : min(first + len(piece.token_ids), piece.prompt_length)]
-        prompt_logprobs = tuple(_logprobs(token, plan.prompt_logprobs) for token in following)
-    if not piece.samples:
-        return Computed(prompt_logprobs=prompt_logprobs)
-    token = _pick(prefix_hash, plan, _choices(plan, mask))
+def _prompt_logprobs(piece: SequenceSlice) -> tuple[Logprobs, ...]:
+    if piece.plan.prompt_logprobs is None:
+        return ()
+    first = piece.start + 1
+    following = piece.known_token_ids[first : min(first + len(piece.token_ids), piece.prompt_length)]
+    return tuple(_logprobs(token, piece.plan.prompt_logprobs) for token in following)
+
+
+def _sampled(plan: SamplingPlan, prefix_hash: int, mask: TokenMask | None, echoed: int | None) -> Computed:
+    choices = _choices(plan, mask)
+    if echoed is not None and (choices is _WORDS or echoed in choices):
+        token: int | None = echoed
+    else:
+        token = _pick(prefix_hash, plan, choices)
     if token is None:
         return Computed(problem=_NOTHING_ALLOWED)
-    logprobs = None if plan.logprobs is None else _logprobs(token, plan.logprobs)
-    return Computed(token_id=token, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    return Computed(token_id=token, logprobs=None if plan.logprobs is None else _logprobs(token, plan.logprobs))
 
 
 def _pick(prefix_hash: int, plan: SamplingPlan, choices: Sequence[int]) -> int | None:

@@ -44,7 +44,10 @@ class FaultyBackend:
         if _reached(self._faults.freeze_after_tokens, self._emitted) and not self._frozen_before:
             self._frozen_before = True  # SIGCONT lets the replica go on
             _signal_both(signal.SIGSTOP)
-        return [self._spoilt(result) for result in results]
+        return [
+            dataclasses.replace(self._spoilt(result), more=tuple(self._spoilt(one) for one in result.more))
+            for result in results
+        ]
 
     def _spoilt(self, result: Computed) -> Computed:
         if result.token_id is None:

@@ -10,13 +10,15 @@ from headrace.base.prefix import PrefixKey
 from headrace.engine.core.block_pool import BlockPool
 from headrace.engine.core.kv_memory import KvMemory
 from headrace.engine.core.load import load
+from headrace.engine.core.ngram import Speculation
+from headrace.engine.core.pacing import Pacer
 from headrace.engine.core.scheduler import BatchLimits, Scheduler
 from headrace.engine.core.submission import ModelLimits
 from headrace.engine.simulated.backend import SimulatedBackend
 from headrace.engine.simulated.fault import Faults, parse_faults
 from headrace.engine.simulated.faulty import FaultyBackend
 from headrace.engine.worker.backend import Backend
-from headrace.engine.worker.config import BackendName, WorkerConfig
+from headrace.engine.worker.config import BackendName, SpeculativeMethod, WorkerConfig
 from headrace.engine.worker.grammar import Grammars
 from headrace.engine.worker.loop import StepLoop
 from headrace.engine.worker.messages import WorkerReady
@@ -26,11 +28,13 @@ def assemble(config: WorkerConfig) -> tuple[StepLoop, WorkerReady]:
     """Load the backend, warm it up and measure it; StartError names the setting that cannot be honoured."""
     faults = _faults(config)
     batch = _batch_limits(config)
+    speculation = _speculation(config)
+    pacer = _pacer(config)
     backend, computes_on = _load_backend(config)
     pool = BlockPool(backend.num_blocks, config.block_size)
     memory = KvMemory(pool, _prefix_key(config), config.bundle_digest)
     limits = ModelLimits(vocab_size=backend.vocab_size, max_model_len=_context(config, backend, pool))
-    scheduler = Scheduler(batch, memory, backend.eos_ids)
+    scheduler = Scheduler(batch, memory, backend.eos_ids, speculation, pacer)
     model = Path(config.model) if config.model else None
     grammars = Grammars(model, vocab_size=backend.vocab_size, eos_ids=backend.eos_ids)
     loop = StepLoop(scheduler, backend, grammars, limits, clock=time.monotonic)
@@ -76,6 +80,31 @@ def _batch_limits(config: WorkerConfig) -> BatchLimits:
             max_num_batched_tokens=config.max_num_batched_tokens,
             enable_chunked_prefill=config.enable_chunked_prefill,
             max_waiting=config.max_waiting,
+        )
+    except ValueError as error:
+        raise StartError(str(error)) from error
+
+
+def _pacer(config: WorkerConfig) -> Pacer | None:
+    """None, too, where prompts are not cut: a whole one cannot keep to any time."""
+    if not config.max_itl_stretch:
+        return None
+    try:
+        pacer = Pacer(config.max_itl_stretch)
+    except ValueError as error:
+        raise StartError(str(error)) from error
+    return pacer if config.enable_chunked_prefill else None
+
+
+def _speculation(config: WorkerConfig) -> Speculation | None:
+    if config.speculative_method is SpeculativeMethod.NONE:
+        return None
+    try:
+        return Speculation(
+            tokens=config.num_speculative_tokens,
+            longest=config.prompt_lookup_max,
+            shortest=config.prompt_lookup_min,
+            most_sequences=config.speculative_disable_by_batch_size,
         )
     except ValueError as error:
         raise StartError(str(error)) from error

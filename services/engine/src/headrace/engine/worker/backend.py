@@ -46,6 +46,8 @@ class Backend(Protocol):
     def execute(self, slices: Sequence[SequenceSlice], masks: Mapping[int, TokenMask]) -> list[Computed]:
         """Compute the slices: one result per slice, in their order; it holds a token where the slice samples.
 
+        Where a slice ends with guesses it holds one more token for each guess that came true (see Computed), the same
+        ones that steps without guesses would have brought.
         `masks` are the tokens that grammars allow next, by sequence id, for some of the slices that sample. The result
         is a function of each slice and its mask alone: never of its neighbours, nor of where chunks were cut.
         """

@@ -14,6 +14,7 @@ from pathlib import Path
 # spinning (OMP_WAIT_POLICY=passive) the idle machine loses a third.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,10 +27,12 @@ from headrace.engine.worker.backend import Backend, TokenMask
 from headrace.engine.worker.config import WorkerConfig
 from headrace.engine.worker.cores import usable_cores
 from headrace.engine.worker.first_step import blocks_within, warm_up
+from headrace.engine.worker.verification import Drawn, drawn
 
 # Rows of prompt logits at a time: 12 MB for a vocabulary of 49,152.
 PROMPT_ROWS = 64
 SILENT = Computed()
+NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 
 def load_model_backend(config: WorkerConfig) -> Backend:
@@ -87,15 +90,19 @@ class ModelBackend:
         if not slices:
             return []
         ends = list(accumulate(len(piece.token_ids) for piece in slices))
-        last = [end - 1 for end, piece in zip(ends, slices, strict=True) if piece.samples]
+        rows: list[int] = []
+        wanted: list[Drawn] = []
+        for end, piece in zip(ends, slices, strict=True):
+            if piece.samples:
+                wanted.append(Drawn(piece=piece, row=len(rows)))
+                rows += range(end - 1 - piece.drafted, end)
         with torch.inference_mode():
             hidden = self._model.hidden(slices, self._cache, self._block_size)
-            sampling = [piece for piece in slices if piece.samples]
-            sampled = self._sampler.sample(self._model.logits(hidden[last]), sampling, masks) if last else []
-            drawn = iter(sampled)
+            logits = np.asarray(self._model.logits(hidden[rows])) if rows else NO_LOGITS
+            sampled = iter(drawn(self._sampler, logits, wanted, masks))
             return [
                 self._with_prompt(
-                    piece, hidden[end - len(piece.token_ids) : end], next(drawn) if piece.samples else SILENT
+                    piece, hidden[end - len(piece.token_ids) : end], next(sampled) if piece.samples else SILENT
                 )
                 for piece, end in zip(slices, ends, strict=True)
             ]

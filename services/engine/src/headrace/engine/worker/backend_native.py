@@ -11,17 +11,18 @@ from headrace.base.errors import StartError
 from headrace.engine.core.finish import Problem
 from headrace.engine.core.sampling_plan import SamplingPlan
 from headrace.engine.core.step import Computed, Logprobs, SequenceSlice
-from headrace.engine.kernels.cpu.library import Pool, Unavailable, chosen_isa, load_library
+from headrace.engine.kernels.cpu.library import KvFormat, Pool, Unavailable, chosen_isa, load_library
 from headrace.engine.kernels.cpu.model import HeadRow, NativeModel, block_bytes
 from headrace.engine.layers.rules import have_rules
-from headrace.engine.layers.sampler import LEAST_TEMPERATURE, NOT_NUMBERS, Sampler, prompt_logprobs
+from headrace.engine.layers.sampler import LEAST_TEMPERATURE, Sampler, prompt_logprobs
 from headrace.engine.packed.cache import NotNative, packed_model
 from headrace.engine.packed.file import PackedModel
 from headrace.engine.packed.layout import FORMATS
 from headrace.engine.worker.backend import TokenMask
-from headrace.engine.worker.config import WorkerConfig
+from headrace.engine.worker.config import KvCacheDtype, WorkerConfig
 from headrace.engine.worker.cores import usable_cores
 from headrace.engine.worker.first_step import blocks_within, warm_up
+from headrace.engine.worker.verification import Drawn, drawn, greedy
 
 __all__ = ["NativeBackend", "NotNative", "load_native_backend"]
 
@@ -37,6 +38,10 @@ def load_native_backend(config: WorkerConfig) -> NativeBackend:
     StartError when the model cannot be loaded, its KV memory holds no block, or torch has no such precision either.
     """
     if config.precision not in FORMATS:
+        if config.kv_cache_dtype is KvCacheDtype.INT8:
+            raise StartError(
+                f"kv_cache_dtype=int8 needs the native CPU kernels: {config.precision} is computed by torch"
+            )
         raise NotNative(f"precision {config.precision} is computed by the reference")
     try:
         library = load_library()
@@ -45,6 +50,8 @@ def load_native_backend(config: WorkerConfig) -> NativeBackend:
     except (Unavailable, NotNative) as reason:
         if config.precision not in TORCH_PRECISIONS:
             raise StartError(f"precision={config.precision} needs the native CPU kernels: {reason}") from reason
+        if config.kv_cache_dtype is KvCacheDtype.INT8:
+            raise StartError(f"kv_cache_dtype=int8 needs the native CPU kernels: {reason}") from reason
         raise NotNative(f"the native CPU kernels cannot: {reason}") from reason
     return NativeBackend(model, pool, config)
 
@@ -53,11 +60,15 @@ class NativeBackend:
     """See Backend."""
 
     def __init__(self, model: PackedModel, pool: Pool, config: WorkerConfig) -> None:
-        self._num_blocks = blocks_within(config, block_bytes(model, pool, config.block_size))
-        self.computes_on = f"native kernels, {model.precision}, {pool.isa.name.lower()}, {pool.threads} threads"
+        kept = KvFormat.INT8 if config.kv_cache_dtype is KvCacheDtype.INT8 else KvFormat.BF16
+        self._num_blocks = blocks_within(config, block_bytes(model, pool, config.block_size, kept))
+        isa, cache = pool.isa.name.lower(), ", int8 KV cache" if kept is KvFormat.INT8 else ""
+        self.computes_on = f"native kernels, {model.precision}{cache}, {isa}, {pool.threads} threads"
         self._config = model.config
         self._block_size = config.block_size
-        self._model = NativeModel(model, pool, block_size=config.block_size, num_blocks=self._num_blocks)
+        self._model = NativeModel(
+            model, pool, block_size=config.block_size, num_blocks=self._num_blocks, kv_format=kept
+        )  # fmt: skip
         self._sampler = Sampler(model.config.eos_ids)
 
     @property
@@ -89,25 +100,28 @@ class NativeBackend:
         if not slices:
             return []
         ends = list(accumulate(len(piece.token_ids) for piece in slices))
-        greedy: list[int] = []  # of the slices that sample: those that need no logits
-        drawn: list[int] = []
         wanted: list[HeadRow] = []
-        for index, piece in enumerate(slices):
-            if piece.samples:
-                simple = _only_likeliest(piece.plan) and piece.sequence_id not in masks
-                wanted.append(HeadRow(row=ends[index] - 1, logits=None if simple else len(drawn)))
-                (greedy if simple else drawn).append(index)
+        likely: list[tuple[int, int]] = []  # slices that need no logits, and the first of their wanted rows
+        draws: dict[int, Drawn] = {}
+        logit_rows = 0
+        for index, (end, piece) in enumerate(zip(ends, slices, strict=True)):
+            if not piece.samples:
+                continue
+            simple = _only_likeliest(piece.plan) and piece.sequence_id not in masks
+            if simple:
+                likely.append((index, len(wanted)))
+            else:
+                draws[index] = Drawn(piece=piece, row=logit_rows)
+            for row in range(end - 1 - piece.drafted, end):
+                wanted.append(HeadRow(row=row, logits=None if simple else logit_rows))
+                logit_rows += not simple
         best, logits = self._model.step(slices, wanted)
         results = [SILENT] * len(slices)
-        samplers = [index for index, piece in enumerate(slices) if piece.samples]
-        tokens = dict(zip(samplers, best.tolist(), strict=True))
-        for index in greedy:
-            token = tokens[index]
-            results[index] = Computed(token_id=token) if token >= 0 else Computed(problem=NOT_NUMBERS)
-        if drawn:
-            sampled = self._sampler.sample(logits, [slices[index] for index in drawn], masks)
-            for index, computed in zip(drawn, sampled, strict=True):
-                results[index] = computed
+        tokens = best.tolist()
+        for index, first in likely:
+            results[index] = greedy(slices[index], tokens[first : first + 1 + slices[index].drafted])
+        for index, computed in zip(draws, drawn(self._sampler, logits, tuple(draws.values()), masks), strict=True):
+            results[index] = computed
         return [
             self._with_prompt(piece, end - len(piece.token_ids), computed)
             for piece, end, computed in zip(slices, ends, results, strict=True)

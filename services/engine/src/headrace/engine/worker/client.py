@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from headrace.base.deadline import Deadline
 from headrace.base.errors import StartError
@@ -21,6 +21,8 @@ from headrace.engine.worker.messages import (
     Command,
     Configure,
     Failed,
+    LongStep,
+    Ping,
     Report,
     StartFailed,
     StepEvent,
@@ -40,6 +42,10 @@ class WorkerDied(Exception):
     """The worker process ended by itself; the text says how, with the worker's own words if it had any."""
 
 
+def _ignore(silent_s: float) -> None:
+    pass
+
+
 class WorkerClient:
     """One worker process. Every method belongs to the event loop that called `start`.
 
@@ -52,6 +58,8 @@ class WorkerClient:
         self._writer: asyncio.StreamWriter | None = None
         self._stopping = False
         self._last_id = 0
+        # Told of every report, and how long the worker may be silent after it, beyond the time of an ordinary step.
+        self.on_report: Callable[[float], None] = _ignore
 
     async def start(self, config: WorkerConfig, *, timeout_s: float = 300.0) -> WorkerReady:
         """Start the worker and wait until it has warmed up.
@@ -122,6 +130,15 @@ class WorkerClient:
         """End a sequence within one step; a Finish with reason CANCELLED follows unless it has already finished."""
         self._send(Abort(sequence_id=sequence_id))
 
+    def ping(self) -> None:
+        """Make it speak: an event follows between two steps."""
+        self._send(Ping())
+
+    def kill(self) -> None:
+        """End it at once, even if it is stopped; `events` raises WorkerDied."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
     async def events(self) -> AsyncIterator[StepEvent]:
         """Every event from now on, for one reader; ends after `stop`, raises WorkerDied if the process dies by itself.
 
@@ -134,6 +151,7 @@ class WorkerClient:
                 if self._stopping:
                     return
                 raise
+            self.on_report(report.may_take_s if isinstance(report, LongStep) else 0.0)
             if isinstance(report, StepEvent):
                 yield report
 

@@ -16,17 +16,21 @@ from headrace.engine.core.step import StepOutcome, StepPlan
 from headrace.engine.core.submission import ModelLimits, examine
 from headrace.engine.worker.backend import Backend
 from headrace.engine.worker.grammar import POLL_S, Grammars
-from headrace.engine.worker.messages import Abort, Command, StepEvent, Submit
+from headrace.engine.worker.messages import Abort, Command, LongStep, Ping, StepEvent, Submit
 
 _NOTHING = StepOutcome(sequence_ids=(), token_ids=(), finishes=())
 _WARM_UP_PROMPT = 256
 _WARM_UP_ANSWER = 8
+# A step may take so many times as long as its prompt tokens usually do: late chunks attend to more than the first ones,
+# and there may be busy neighbours. Below the second number nothing is said: the shell's patience covers it.
+_PATIENCE = 8.0
+_WORTH_SAYING_S = 0.5
 
 
 class Shell(Protocol):
     """Where commands come from and events go to."""
 
-    def send(self, report: StepEvent, /) -> None:
+    def send(self, report: StepEvent | LongStep, /) -> None:
         """Deliver one event."""
 
     def receive(self, wait_s: float, /) -> list[Command]:
@@ -75,7 +79,7 @@ class StepLoop:
             commands = shell.receive(wait_s)
             finishes = [finish for command in commands for finish in self._apply(command)]
             finishes += self._take_grammars()
-            plan, outcome = self.step()
+            plan, outcome = self.step(shell)
             finishes += (*plan.expired, *outcome.finishes)
             for finish in finishes:
                 self._grammars.drop(finish.sequence_id)
@@ -87,25 +91,47 @@ class StepLoop:
         """Give up what goes on beside the loop, which is not used again."""
         self._grammars.close()
 
-    def step(self) -> tuple[StepPlan, StepOutcome]:
-        """Decide a step, compute it if it holds anything, and measure it."""
+    def step(self, shell: Shell | None = None) -> tuple[StepPlan, StepOutcome]:
+        """Decide a step, compute it if it holds anything, and measure it; `shell` is told before it takes long."""
         started_at = self._clock()
         plan = self._scheduler.schedule(started_at)
         if not plan.slices:
             return plan, _NOTHING
+        if shell is not None and (may_take_s := self._may_take_s(plan)) > _WORTH_SAYING_S:
+            shell.send(LongStep(may_take_s=may_take_s))
         if plan.copies:
             self.backend.copy_blocks(plan.copies)
         results = self.backend.execute(plan.slices, self._grammars.masks(plan.slices))
         computed = self._grammars.settle(plan.slices, results)
+        longest_prefill = self._longest_prefill(plan)
         ended_at = self._clock()
         outcome = self._scheduler.update(plan, computed, ended_at)
         record = StepRecord(
             duration_s=ended_at - started_at,
             decodes=plan.decodes,
             prefill_tokens=sum(len(piece.token_ids) for piece in plan.slices[plan.decodes :]),
+            accepted=outcome.accepted,
+            longest_prefill=longest_prefill,
         )
         self.rates = measured(self.rates, record, smallest_chunk=self._smallest_chunk)
+        if self._scheduler.pacer is not None:
+            self._scheduler.pacer.note(
+                duration_s=record.duration_s, decodes=record.decodes, prefill_tokens=record.prefill_tokens
+            )
         return plan, outcome
+
+    def _may_take_s(self, plan: StepPlan) -> float:
+        """The longest that the prompt tokens of a step may take; 0 while their rate is unknown."""
+        tokens = sum(len(piece.token_ids) for piece in plan.slices[plan.decodes :])
+        rate = self.rates.prefill_tokens_per_s
+        return _PATIENCE * tokens / rate if rate else 0.0
+
+    def _longest_prefill(self, plan: StepPlan) -> int:
+        """Uncached tokens of the longest prompt that the step computes a chunk of; asked before any of them ends."""
+        chunks = {piece.sequence_id for piece in plan.slices[plan.decodes :]}
+        if not chunks:
+            return 0
+        return max((s.prompt_length - s.cached_tokens for s in self._scheduler.running if s.id in chunks), default=0)
 
     def _idle_s(self) -> float:
         """How long nothing but a command or a deadline can bring work; checks the block accounts on the way."""
@@ -122,6 +148,8 @@ class StepLoop:
             logprobs=outcome.logprobs,
             hold=plan.hold,
             preemptions=len(plan.preempted),
+            drafted=outcome.drafted,
+            accepted=outcome.accepted,
             cache_events=self._scheduler.take_cache_events(),
         )
 
@@ -141,6 +169,8 @@ class StepLoop:
         if isinstance(command, Abort):
             finish = self._scheduler.abort(command.sequence_id, self._clock())
             return () if finish is None else (finish,)
+        if isinstance(command, Ping):  # the event that follows every command is the answer
+            return ()
         raise TypeError(f"{type(command).__name__} is not for a running worker")
 
     def _submit(self, command: Submit) -> tuple[Finish, ...]:

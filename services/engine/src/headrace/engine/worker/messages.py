@@ -4,8 +4,9 @@ A frame is a length (4 bytes, little-endian) and one message, pickled. Pickle is
 our own code in the same interpreter, and nobody else can reach a socket pair. Instants are CLOCK_MONOTONIC seconds,
 which all processes of a machine share.
 
-The shell sends Configure once, then Submit and Abort; closing its end stops the worker. The worker sends WorkerReady or
-StartFailed once, then one StepEvent per step, and Failed before it dies of an exception.
+The shell sends Configure once, then Submit, Abort and Ping; closing its end stops the worker. The worker sends
+WorkerReady or StartFailed once, then one StepEvent per step, LongStep before a step that takes long, and Failed before
+it dies of an exception.
 """
 
 from __future__ import annotations
@@ -58,6 +59,18 @@ class Abort:
     sequence_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Say something: a StepEvent follows, after the step that is being computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongStep:
+    """The worker will not be heard for up to `may_take_s`: the step that begins now is a long one."""
+
+    may_take_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady:
     """What a started, warmed-up worker says of itself."""
@@ -86,7 +99,9 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent:
-    """One step's news in columns: ``sequence_ids[i]`` emitted ``token_ids[i]``, each sequence at most once.
+    """One step's news in columns: ``sequence_ids[i]`` emitted ``token_ids[i]``.
+
+    A sequence that emitted several tokens (guesses came true) comes once for each, in order and in a row.
 
     A sequence's last token and its finish come in the same event; after the finish its id is never heard of again.
     Events without tokens or finishes still carry a fresh `load`. `logprobs` are (sequence id, of its token) for those
@@ -101,11 +116,13 @@ class StepEvent:
     logprobs: tuple[tuple[int, Logprobs], ...] = ()
     hold: Hold | None = None
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
     cache_events: tuple[CacheEvent, ...] = ()
 
 
-Command = Configure | Submit | Abort
-Report = WorkerReady | StartFailed | Failed | StepEvent
+Command = Configure | Submit | Abort | Ping
+Report = WorkerReady | StartFailed | Failed | LongStep | StepEvent
 
 
 def encode(message: Command | Report) -> bytes:
