@@ -233,7 +233,7 @@ async def test_apply_scales_the_running_deployment_up_and_down(stack: Up) -> Non
 
         async def ready() -> bool:
             row = next(line.split() for line in (await headrace(home, "status")).out.splitlines() if "=ready" in line)
-            return row[1:3] == [str(replicas)] * 2 and len(row) - 3 == replicas
+            return row[1:4] == [str(replicas), str(replicas), "0"] and len(row) - 4 == replicas
 
         await eventually(ready, within_s=30)
 

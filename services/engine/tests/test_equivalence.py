@@ -31,7 +31,7 @@ from headrace.engine.worker.backend import Backend
 from headrace.engine.worker.config import WorkerConfig
 from headrace.engine.worker.grammar import Grammars
 from headrace.engine.worker.loop import StepLoop
-from headrace.engine.worker.messages import Command, StepEvent, Submit
+from headrace.engine.worker.messages import Command, LongStep, StepEvent, Submit
 from headrace.testkit.engine_bench import KEY, oracle, timeless_backend
 
 BLOCK = 16
@@ -114,7 +114,9 @@ class Clients:
             return not self._open
         return self._case.arrival == "together" or not self._open or self._order.random() < 0.4
 
-    def send(self, report: StepEvent, /) -> None:
+    def send(self, report: StepEvent | LongStep, /) -> None:
+        if isinstance(report, LongStep):
+            return
         self.preemptions += report.preemptions
         self.drafted += report.drafted
         self.accepted += report.accepted

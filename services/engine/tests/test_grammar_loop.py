@@ -20,7 +20,7 @@ from headrace.engine.worker.assembly import assemble
 from headrace.engine.worker.config import BackendName, WorkerConfig
 from headrace.engine.worker.grammar import Grammars
 from headrace.engine.worker.loop import StepLoop
-from headrace.engine.worker.messages import Abort, Command, StepEvent, Submit
+from headrace.engine.worker.messages import Abort, Command, LongStep, StepEvent, Submit
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
 BLOCK_BYTES = 46_080 * 16
@@ -104,7 +104,9 @@ class Desk:
             time.sleep(min(wait_s, 0.01))
         return commands
 
-    def send(self, report: StepEvent, /) -> None:
+    def send(self, report: StepEvent | LongStep, /) -> None:
+        if isinstance(report, LongStep):
+            return
         self.preemptions += report.preemptions
         for sequence_id, token in zip(report.sequence_ids, report.token_ids, strict=True):
             self.tokens[sequence_id].append(token)

@@ -18,7 +18,7 @@ from headrace.engine.core.sampling_plan import ConstraintKind, ConstraintSpec, S
 from headrace.engine.worker.assembly import assemble
 from headrace.engine.worker.config import WorkerConfig
 from headrace.engine.worker.loop import StepLoop
-from headrace.engine.worker.messages import Command, StepEvent, Submit
+from headrace.engine.worker.messages import Command, LongStep, StepEvent, Submit
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
 PERSON = {
@@ -66,7 +66,9 @@ class Desk:
             time.sleep(min(wait_s, 0.01))
         return commands
 
-    def send(self, report: StepEvent, /) -> None:
+    def send(self, report: StepEvent | LongStep, /) -> None:
+        if isinstance(report, LongStep):
+            return
         for sequence_id, token in zip(report.sequence_ids, report.token_ids, strict=True):
             self.tokens.setdefault(sequence_id, []).append(token)
         self.finishes |= {finish.sequence_id: finish for finish in report.finishes}

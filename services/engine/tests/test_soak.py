@@ -17,7 +17,7 @@ from headrace.engine.core.scheduler import BatchLimits, Scheduler
 from headrace.engine.core.submission import ModelLimits
 from headrace.engine.worker.grammar import Grammars
 from headrace.engine.worker.loop import StepLoop
-from headrace.engine.worker.messages import Abort, Command, StepEvent, Submit
+from headrace.engine.worker.messages import Abort, Command, LongStep, StepEvent, Submit
 from headrace.testkit.engine_bench import EOS_IDS, KEY, timeless_backend
 
 REQUESTS = 20_000
@@ -78,7 +78,9 @@ class Shell:
             placement=Placement(priority=order.choice(list(Priority)), isolation_domain=order.choice("ab")),
         )
 
-    def send(self, report: StepEvent, /) -> None:
+    def send(self, report: StepEvent | LongStep, /) -> None:
+        if isinstance(report, LongStep):
+            return
         self.tokens += len(report.token_ids)
         self.free_blocks = report.load.free_blocks
         for finish in report.finishes:
