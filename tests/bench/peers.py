@@ -48,14 +48,14 @@ class Comparison:
         self.results: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
         self.void: dict[str, str] = {}
 
-    async def run(self, rounds: int, rate: float, arrivals: int) -> None:
-        """Everything; servers that stay up are ended at last."""
+    async def run(self, rounds: int, other_rounds: int, rate: float, arrivals: int) -> None:
+        """Closed loops in `rounds`, then the rest in `other_rounds`; servers that stay up are ended at last."""
         try:
             for _ in range(rounds):
                 for streams in STREAMS:
                     for server in self._ready(streams):
                         await self._stage(server, f"closed {streams}", streams, 512, self._closed(streams))
-            for turn in range(rounds):
+            for turn in range(other_rounds):
                 for server in self._ready(STREAMS[-1]):
                     await self._stage(server, "open", 32, 512, self._open(rate, arrivals, turn))
                 for server in self._ready(1):
@@ -145,6 +145,7 @@ def main() -> None:
     """Parse, measure, print, write JSON and plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--other-rounds", type=int, default=0, help="of all but the closed loops; 0: as many")
     parser.add_argument("--precision", choices=["bfloat16", "int8"], default="bfloat16")
     parser.add_argument("--rate", type=float, default=1.5, help="open loop: requests per second")
     parser.add_argument("--arrivals", type=int, default=30, help="open loop: requests per round")
@@ -162,7 +163,14 @@ def main() -> None:
     servers = [s for s in found(given.precision, source, gguf, folder, tokenizer) if given.only in s.name]
     comparison = Comparison(servers, Prompts(tokenizer), load_reference(source), given.precision)
     began = time.strftime("%Y-%m-%d %H:%M")
-    asyncio.run(_until_told(comparison.run(given.rounds, given.rate, given.arrivals)))
+    try:
+        rounds = (given.rounds, given.other_rounds or given.rounds)
+        asyncio.run(_until_told(comparison.run(*rounds, given.rate, given.arrivals)))
+    finally:  # what was measured before an interruption was measured
+        _write(given, began, servers, comparison)
+
+
+def _write(given: argparse.Namespace, began: str, servers: list[Contestant], comparison: Comparison) -> None:
     report = {
         "precision": given.precision, "rounds": given.rounds, "began": began, "tokens": TOKENS, "prompt_tokens": 200,
         "open_loop_requests_per_s": given.rate, "machine": _machine(), "void": comparison.void,
