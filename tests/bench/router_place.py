@@ -137,9 +137,10 @@ async def caches(shares: Sequence[Sequence[bytes]]) -> AsyncIterator[str]:
 @contextmanager
 def router_process(redis_url: str, blocks: int) -> Iterator[tuple[str, psutil.Process]]:
     """A router; yields its address and its process."""
-    command = [sys.executable, "-m", "headrace.router", "--redis-url", redis_url, "--etcd-endpoints", ""]
-    command += ["--index-blocks", str(blocks)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "headrace.router", "--etcd-endpoints", "", "--index-blocks", str(blocks)]
+    # The URL holds a password: a command line is everybody's to read.
+    environ = dict(os.environ) | {"HEADRACE_REDIS_URL": redis_url}
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         # Read to the end: a thousand replicas are more lines than a pipe holds, and the router would wait for its log.
         reader = threading.Thread(target=deque, args=(process.stderr, 0))
