@@ -104,9 +104,10 @@ async def _measured(server: Contestant, prompts: list[list[int]], heard: list[He
 
 async def newcomer(server: Contestant, prompts: Prompts, *, running: int, length: int) -> dict[str, float]:
     """Gaps of `running` streams before and while a prompt of `length` tokens is computed, milliseconds."""
-    streams = [asyncio.create_task(server.ask(p, 400)) for p in prompts.take(running)]
+    # Long enough to be still running when the newcomer has its first token, at 4 ms a token, too.
+    streams = [asyncio.create_task(server.ask(p, 1500)) for p in prompts.take(running)]
     try:
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(2.0)
         came_at = time.perf_counter()
         long = await server.ask(prompts.take(1, length)[0], 1)
     finally:
