@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import structlog
@@ -149,49 +149,49 @@ class Fleet:
         )
 
     async def _place(self, order: Order, answers: Sequence[Progress], number: int) -> Placement:
-        """A replica: in turn for a request's first attempt; later ones have waited their turn already."""
+        """A replica; routers that have none say when to ask again, as long as the request may wait for one.
+
+        In turn for a request's first attempt; later ones have waited their turn already. Nobody sleeps while it is his
+        turn: a queue's head asks once and lets the next one try.
+        """
+        progress, question = answers[0], self._question(order, answers, number)
+
+        async def ask() -> Placement:
+            return await self._asked(question, progress.trail.excluded, order.deadline)
+
         with get_tracer().start_as_current_span("gateway.place", attributes={"headrace.attempt": number}) as span:
-            if number == 1:
-                placement = await order.queue.placed(order.ticket, lambda: self._patiently(order, answers, number))
-            else:
-                placement = await self._patiently(order, answers, number)
+            while True:
+                try:
+                    placement = await (order.queue.placed(order.ticket, ask) if number == 1 else ask())
+                    break
+                except Exhausted as full:
+                    if number == 1 or full.reason != SATURATED:
+                        raise
+                    refusal = Unavailable(full.message, reason=full.reason, retry_after_s=full.retry_after_s)
+                except Unavailable as none:
+                    refusal = none
+                wait_s = _DEFAULT_RETRY_S if refusal.retry_after_s is None else refusal.retry_after_s
+                refusal.retry_after_s = wait_s
+                if wait_s > min(progress.place_wait_left_s, order.deadline.remaining_s()):
+                    raise refusal
+                progress.place_wait_left_s -= wait_s
+                await asyncio.sleep(wait_s)
             span.set_attribute("headrace.engine_id", placement.engine.engine_id)
             span.set_attribute("headrace.degraded", placement.degraded)
             return placement
 
-    async def _patiently(self, order: Order, answers: Sequence[Progress], number: int) -> Placement:
-        """Ask for a replica; routers that have none say when to ask again, as long as the request may wait for one."""
-        progress = answers[0]
-        while True:
-            try:
-                return await self._asked(order, answers, number)
-            except Exhausted as full:
-                if number == 1 or full.reason != SATURATED:
-                    raise
-                refusal = Unavailable(full.message, reason=full.reason, retry_after_s=full.retry_after_s)
-            except Unavailable as none:
-                refusal = none
-            wait_s = _DEFAULT_RETRY_S if refusal.retry_after_s is None else refusal.retry_after_s
-            refusal.retry_after_s = wait_s
-            if wait_s > min(progress.place_wait_left_s, order.deadline.remaining_s()):
-                raise refusal
-            progress.place_wait_left_s -= wait_s
-            await asyncio.sleep(wait_s)
-
-    async def _asked(self, order: Order, answers: Sequence[Progress], number: int) -> Placement:
+    async def _asked(self, question: routing_pb2.PlaceRequest, failed: Set[Life], deadline: Deadline) -> Placement:
         now = time.monotonic()
-        barred = answers[0].trail.excluded | self.quarantine.lives(now)
+        barred = failed | self.quarantine.lives(now)
         suspects = self.suspects.lives(now) - barred
-        question = self._question(order, answers, number)
-        question.exclusions.extend(_exclusions(barred | suspects))
+        _exclude(question, barred | suspects)
         try:
-            return await self.routers.place(question, order.deadline)
+            return await self.routers.place(question, deadline)
         except Unavailable as refusal:
             if not suspects or refusal.reason == NO_ROUTER:
                 raise
-        del question.exclusions[:]
-        question.exclusions.extend(_exclusions(barred))
-        return await self.routers.place(question, order.deadline)
+        _exclude(question, barred)
+        return await self.routers.place(question, deadline)
 
     def _remember(self, fault: Fault, life: Life) -> None:
         if fault is Fault.GARBAGE:
@@ -217,8 +217,11 @@ class Fleet:
         )
 
 
-def _exclusions(lives: Iterable[Life]) -> list[routing_pb2.Exclusion]:
-    return [routing_pb2.Exclusion(engine_id=life.engine_id, epoch=life.epoch) for life in sorted(lives)]
+def _exclude(question: routing_pb2.PlaceRequest, lives: Set[Life]) -> None:
+    """Bar these and no others."""
+    del question.exclusions[:]
+    for life in sorted(lives):
+        question.exclusions.add(engine_id=life.engine_id, epoch=life.epoch)
 
 
 def _message(order: Order, answers: Sequence[Progress], number: int, span: Span) -> engine_pb2.Submit:

@@ -10,9 +10,8 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headrace.base.errors import HeadraceError
 from headrace.gateway.core.fair_queue import Ticket
-from headrace.gateway.ledger.account import CANCELLED, INTERNAL, OK, Account
+from headrace.gateway.ledger.account import OK, Account, outcome_of
 from headrace.gateway.queue import RequestQueue
 from headrace.gateway.quota import Reservation
 
@@ -41,23 +40,12 @@ class Usage:
     @contextmanager
     def request(self) -> Iterator[Usage]:
         """The request, for its client; its end is noted by how the block ends."""
-        outcome = CANCELLED
         try:
             yield self
-            outcome = OK
-        except HeadraceError as error:
-            outcome = error.reason
+        except BaseException as error:
+            self._end(outcome_of(error))
             raise
-        except (asyncio.CancelledError, GeneratorExit):
-            raise
-        except Exception:
-            outcome = INTERNAL
-            raise
-        finally:
-            self._outcome = outcome
-            self._settle()
-            if self._sending:
-                asyncio.get_running_loop().call_later(_CONFIRM_S, self._give_back)
+        self._end(OK)
 
     def answered(self, tokens: int) -> None:
         """The whole answer has `tokens`; what engines sent beyond a stop text is not the client's to pay."""
@@ -90,6 +78,12 @@ class Usage:
         self._sending -= 1
         self._queue.note_room()
         self._settle()
+
+    def _end(self, outcome: str) -> None:
+        self._outcome = outcome
+        self._settle()
+        if self._sending:
+            asyncio.get_running_loop().call_later(_CONFIRM_S, self._give_back)
 
     def _settle(self) -> None:
         if self._outcome is None or self._sending:

@@ -32,7 +32,6 @@ _NO_ROUTER_RETRY_S = 0.5
 _OUTCOMES = {
     OK: routing_pb2.OUTCOME_OK,
     CANCELLED: routing_pb2.OUTCOME_CANCELLED,
-    "DEADLINE_EXCEEDED": routing_pb2.OUTCOME_CANCELLED,
     Fault.DEADLINE.value: routing_pb2.OUTCOME_CANCELLED,
     Fault.REQUEST.value: routing_pb2.OUTCOME_INVALID,
     Fault.QUEUE_FULL.value: routing_pb2.OUTCOME_BUSY,

@@ -81,10 +81,11 @@ class Account:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close(_outcome(error))
+        self.close(outcome_of(error))
 
 
-def _outcome(error: BaseException | None) -> str:
+def outcome_of(error: BaseException | None) -> str:
+    """How a request ended that raised `error`, or nothing."""
     if error is None:
         return OK
     if isinstance(error, HeadraceError):
