@@ -36,11 +36,14 @@ _LATER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSettings:
-    """How spans wait and leave: at most `queue_spans` wait, `batch_spans` go together, every `period_s`."""
+    """How spans wait and leave: at most `queue_spans` wait, `batch_spans` go together, every `period_s`.
+
+    An export costs each side about a millisecond of CPU beside a busy model, however few spans it holds.
+    """
 
     queue_spans: int = 4096
     batch_spans: int = 512
-    period_s: float = 0.2
+    period_s: float = 1.0
     deadline_s: float = 2.0
     longest_backoff_s: float = 2.0
 

@@ -39,9 +39,10 @@ SECONDS = Histogram(
 IN_FLIGHT = Gauge("headrace_rpc_server_in_flight", "Calls being served now.", ("service", "method"))
 
 _PROPAGATOR = TraceContextTextMapPropagator()
-# Probes and the telemetry feed itself would drown or feed back into the traces; Attach lives for hours.
+# Probes and the telemetry feed itself would drown or feed back into the traces; Attach lives for hours; a booking that
+# is given back tells nothing that the request's own spans do not.
 _UNTRACED = ("/grpc.health.", "/grpc.reflection.", "/opentelemetry.")
-_UNTRACED_METHODS = ("Attach",)
+_UNTRACED_METHODS = ("Attach", "RecordAudit", "RecordUsage", "Release")
 
 _HAND_OVER_S = 0.1
 

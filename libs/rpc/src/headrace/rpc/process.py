@@ -15,6 +15,7 @@ import uvloop
 
 from headrace.base import settings
 from headrace.base.errors import StartError
+from headrace.base.turns import stand_back, take_short_turns
 
 log = structlog.get_logger(__name__)
 S = TypeVar("S")
@@ -40,12 +41,20 @@ class App(Protocol):
 
 
 def run(
-    service: str, settings_type: type[S], app_type: Callable[[S], App], description: str, argv: list[str] | None = None
+    service: str,
+    settings_type: type[S],
+    app_type: Callable[[S], App],
+    description: str,
+    argv: list[str] | None = None,
+    *,
+    awaited: bool = True,
 ) -> int:
     """Parse settings, run the app until a signal, drain it; returns the exit status.
 
     0: asked to stop and drained. 1: could not start, or a loop of its own died. A second signal hurries the drain.
+    `awaited`: whether streams wait for its work; otherwise it stands back from cores that others want.
     """
+    take_short_turns() if awaited else stand_back()
     try:
         values = settings.load(
             settings_type,

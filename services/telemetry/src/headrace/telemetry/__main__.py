@@ -10,5 +10,11 @@ from headrace.telemetry.settings import TelemetrySettings
 if __name__ == "__main__":
     configure_logging("telemetry")
     raise SystemExit(
-        run("telemetry", TelemetrySettings, TelemetryApp, "Headrace telemetry: keeps traces and answers for them.")
+        run(
+            "telemetry",
+            TelemetrySettings,
+            TelemetryApp,
+            "Headrace telemetry: keeps traces and answers for them.",
+            awaited=False,
+        )
     )

@@ -85,7 +85,7 @@ class TelemetryServicer(TelemetryServiceServicer):
         spans = await self._query(find)
         if not spans:
             key = request.trace_id or request.request_id
-            raise NotFound(f"no span of {key} has arrived; the newest take half a second, the oldest are deleted")
+            raise NotFound(f"no span of {key} has arrived; the newest take two seconds, the oldest are deleted")
         return pb.GetTraceResponse(trace_id=spans[0].trace_id, spans=[_span_message(s) for s in in_order(spans)])
 
     async def ListTraces(

@@ -20,6 +20,6 @@ class TelemetrySettings:
     audit_retention_days: float = knob(400.0, help="audit events recorded longer ago are deleted", least=0.001)
     retention_period_s: float = knob(60.0, help="seconds between deletions", least=0.1)
     queue_spans: int = knob(20_000, help="spans that may wait for the writer; more are refused and counted", least=1)
-    flush_period_s: float = knob(0.1, help="seconds that spans are gathered for one write", least=0.001, most=0.2)
+    flush_period_s: float = knob(0.5, help="seconds that spans are gathered for one write", least=0.001, most=2)
     memory_mb: int = knob(256, help="memory limit of the database engine in MB", least=64)
     drain_s: float = knob(5.0, help="seconds to finish calls and write what waits when asked to stop", least=0.1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from headrace.base.errors import StartError
+from headrace.base.turns import take_short_turns
 from headrace.coord.embedded.binary import find_binary
 from headrace.coord.embedded.child import Child, claimed_home
 from headrace.coord.embedded.port import HOST, is_taken, usable_ports
@@ -68,6 +69,7 @@ def _launch(binary: Path, data_dir: Path, port: int, timeout_s: float) -> tuple[
         # The password is in the file, because a command line can be read by every user of the machine.
         child = Child([str(binary), str(config)], home=home, env=os.environ)
     child.await_answer(lambda: _answers(port, password, child.pid), name="redis", timeout_s=timeout_s)
+    take_short_turns(child.pid)  # every placement waits for it
     return child, password
 
 

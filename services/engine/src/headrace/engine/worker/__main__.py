@@ -10,6 +10,7 @@ import socket
 import sys
 
 from headrace.base.errors import StartError
+from headrace.base.turns import take_usual_turns
 from headrace.engine.worker.assembly import assemble
 from headrace.engine.worker.connection import Connection, ShellGone
 from headrace.engine.worker.messages import Configure, Failed, StartFailed
@@ -20,6 +21,7 @@ _PR_SET_PDEATHSIG = 1
 def main(socket_fd: int, parent_pid: int) -> int:
     """Serve until the shell closes its end (0), or cannot start (1); any exception is told to the shell and raised."""
     _die_with(parent_pid)
+    take_usual_turns()  # the shell's short ones are inherited, and this process computes
     shell = Connection(socket.socket(fileno=socket_fd))
     try:
         _serve(shell)

@@ -26,7 +26,10 @@ from headrace.observe.log import get_logger
 log = get_logger(__name__)
 
 # One fsync for whatever ends within this time; a power cut may take as much.
-_GATHER_S = 0.05
+_GATHER_S = 0.25
+# One call to telemetry for whatever is stored within this time: each takes some milliseconds of CPU on both sides,
+# however few records it carries, and a model may be computing on the same cores.
+_DELIVER_S = 0.5
 # How much of the notes on running requests a power cut may take. Every 50 ms would make a store wait up to 4 ms for
 # the disk, every second 0.8 at most (measured: 256 requests, a neighbour that writes and syncs all the time).
 _SYNC_S = 1.0
@@ -266,12 +269,16 @@ class Ledger:
                 await asyncio.sleep(backoff.next_s())
             else:
                 await lane.news.wait()
+                await asyncio.sleep(_DELIVER_S)
                 lane.news.clear()
 
     async def _deliver_batch(self, lane: Lane, sink: Sink) -> bool:
         """Deliver the oldest records of a kind; False when there was none, or it failed (`lane.oldest_ns` tells)."""
         assert self._disk is not None
         spool = self._opened().spool
+        if not spool.records[lane.kind]:
+            lane.oldest_ns = 0
+            return False
         try:
             batch = await self._disk.do(spool.oldest, lane.kind, lane.sent, _BATCH)
             lane.oldest_ns = batch.oldest_ns if batch else 0
