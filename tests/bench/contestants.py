@@ -25,10 +25,10 @@ from headrace.api.inference.v1 import inference_service_pb2 as pb
 from headrace.api.inference.v1 import inference_service_pb2_grpc as inference_grpc
 from headrace.base.deadline import Deadline
 from headrace.base.errors import HeadraceError
+from headrace.base.turns import take_usual_turns
 from headrace.cli.intent import Wanted
 from headrace.rpc.client import Peer
 from headrace.testkit.cluster import DEPLOYMENT, Cluster
-from headrace.text.tokenizer import Tokenizer
 
 CONTEXT = 8192
 """The model's own limit, in tokens."""
@@ -104,7 +104,12 @@ class Served(Contestant):
 
     def _spawn(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            command, env=dict(os.environ) | dict(environ), stdout=self._log, stderr=self._log, start_new_session=True
+            command,
+            env=dict(os.environ) | dict(environ),
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+            preexec_fn=take_usual_turns,  # the short ones are the client's
         )
 
     async def _until_answering(self, within_s: float) -> None:
@@ -229,9 +234,9 @@ class Engine(Served):
 
     name = "Headrace engine"
 
-    def __init__(self, model: Path, precision: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, model: Path, precision: str) -> None:
         super().__init__()
-        self._model, self._precision, self._tokenizer = model, precision, tokenizer
+        self._model, self._precision = model, precision
         self._peer: Peer | None = None
 
     async def start(self, streams: int, context: int) -> None:
@@ -245,7 +250,7 @@ class Engine(Served):
     async def ask(self, prompt: Sequence[int], tokens: int) -> Heard:
         assert self._peer is not None
         sampling = sampling_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True)
-        request = engine_pb.GenerateRequest(prompt=self._tokenizer.decode(list(prompt)), sampling=sampling)
+        request = engine_pb.GenerateRequest(token_ids=prompt, sampling=sampling)
         stub = engine_grpc.EngineServiceStub(self._peer.channel)
         heard = Heard(time.perf_counter())
         async with self._peer.stream(stub.Generate, request, deadline=Deadline.after(600)) as events:
@@ -336,7 +341,12 @@ class HuggingFace(Contestant):
         command = [sys.executable, __file__, str(self._source)]
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL, limit=1 << 20
+            *command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=1 << 20,
+            preexec_fn=take_usual_turns,
         )
         await self.ask([504, 288, 260], 1)
 
@@ -366,9 +376,9 @@ class HuggingFace(Contestant):
         return version("transformers")
 
 
-def found(precision: str, source: Path, gguf: Path, folder: Path, tokenizer: Tokenizer) -> list[Contestant]:
+def found(precision: str, source: Path, gguf: Path, folder: Path) -> list[Contestant]:
     """Everything that can be compared at `precision` on this machine; what is missing is said."""
-    here: list[Contestant] = [Engine(gguf, precision, tokenizer), Suite(gguf, precision)]
+    here: list[Contestant] = [Engine(gguf, precision), Suite(gguf, precision)]
     llama = os.environ.get(LLAMA_SERVER) or shutil.which("llama-server")
     if llama:
         here.append(LlamaServer(llama, gguf))

@@ -35,7 +35,7 @@ from headrace.base.deadline import Deadline
 from headrace.bundle.shipped import shipped_model_path
 from headrace.engine.settings import EngineSettings
 from headrace.rpc.client import Peer
-from headrace.text.tokenizer import Tokenizer, load_tokenizer
+from headrace.text.tokenizer import load_tokenizer
 
 STREAM_PROMPT, SETTLED, ANSWER = 100, 60, 7000
 BURST, BURST_PROMPT, BURST_ANSWER = 8, 500, 16
@@ -44,8 +44,8 @@ BURST, BURST_PROMPT, BURST_ANSWER = 8, 500, 16
 class PacedEngine(Engine):
     """Headrace's engine with one setting of its own."""
 
-    def __init__(self, model: Path, precision: str, tokenizer: Tokenizer, stretch: float, flags: Sequence[str]) -> None:
-        super().__init__(model, precision, tokenizer)
+    def __init__(self, model: Path, precision: str, stretch: float, flags: Sequence[str]) -> None:
+        super().__init__(model, precision)
         self.name = f"stretch {stretch:g}" if stretch else "off"
         self._flags = ["--max-itl-stretch", str(stretch), *flags]
 
@@ -189,9 +189,7 @@ async def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     model = Path(options.model or shipped_model_path())
     tokenizer = load_tokenizer(model)
     prompts = Prompts(tokenizer)
-    engines = [
-        PacedEngine(model, options.precision, tokenizer, stretch, options.engine_flag) for stretch in options.stretch
-    ]
+    engines = [PacedEngine(model, options.precision, stretch, options.engine_flag) for stretch in options.stretch]
     rows: list[dict[str, Any]] = []
     try:
         for engine in engines:

@@ -25,6 +25,7 @@ from contestants import CONTEXT, Contestant, found
 from judge import judge
 from workload import Prompts, closed_loop, newcomer, open_loop, prefill, repeated_prefix
 
+from headrace.base.turns import take_short_turns
 from headrace.bundle.shipped import shipped_model_path
 from headrace.text.tokenizer import load_tokenizer
 
@@ -160,9 +161,10 @@ def main() -> None:
     gguf = write_gguf(source, given.work / f"smollm2-135m-{given.precision}.gguf", given.precision)
     folder = write_folder(source, given.work / "smollm2-135m-bfloat16")
     tokenizer = load_tokenizer(source)
-    servers = [s for s in found(given.precision, source, gguf, folder, tokenizer) if given.only in s.name]
+    servers = [s for s in found(given.precision, source, gguf, folder) if given.only in s.name]
     comparison = Comparison(servers, Prompts(tokenizer), load_reference(source), given.precision)
     began = time.strftime("%Y-%m-%d %H:%M")
+    take_short_turns()  # a client of its own machine would not wait for a core that the server computes on
     try:
         rounds = (given.rounds, given.other_rounds or given.rounds)
         asyncio.run(_until_told(comparison.run(*rounds, given.rate, given.arrivals)))

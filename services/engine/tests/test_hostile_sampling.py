@@ -15,9 +15,11 @@ from headrace.api.engine.v1 import engine_service_pb2 as pb
 from headrace.api.engine.v1 import engine_service_pb2_grpc as rpc
 from headrace.base.deadline import Deadline
 from headrace.base.errors import InvalidRequest
+from headrace.bundle.shipped import shipped_model_path
 from headrace.engine.app import EngineApp
 from headrace.engine.settings import BackendName, EngineSettings
 from headrace.rpc.client import Peer
+from headrace.text.tokenizer import load_tokenizer
 
 LENGTH, STOP, ERROR = (answer_pb2.FinishReason.Value(f"FINISH_REASON_{n}") for n in ("LENGTH", "STOP", "ERROR"))
 VOCAB = 49_152
@@ -167,3 +169,30 @@ async def test_generate_reports_log_probabilities_of_tokens_and_prompt(engine: A
     plain = await generate(engine, prompt="one two three")
     assert not any(event.delta.logprobs for event in plain)
     assert not plain[-1].finished.prompt_logprobs
+
+
+async def test_a_prompt_of_token_ids_gets_the_answer_of_its_text(engine: Any) -> None:
+    peer, stub = engine
+    ids = load_tokenizer(shipped_model_path()).encode("Hello there")
+    request = pb.GenerateRequest(token_ids=ids, sampling=SamplingParams(max_tokens=12))
+    async with peer.stream(stub.Generate, request, deadline=Deadline.after(20)) as events:
+        by_ids = [event async for event in events]
+    assert texts(by_ids) == texts(await generate(engine, prompt="Hello there"))
+    assert by_ids[0].started.prompt_tokens == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        ({"token_ids": [5, VOCAB]}, "prompt"),
+        ({"token_ids": [5], "prompt": "Hello"}, "prompt"),
+        ({}, "prompt"),
+    ],
+)
+async def test_a_prompt_of_no_use_is_refused_by_its_field(engine: Any, prompt: dict[str, Any], why: str) -> None:
+    peer, stub = engine
+    request = pb.GenerateRequest(**prompt, sampling=SamplingParams(max_tokens=12))
+    with pytest.raises(InvalidRequest) as refused:
+        async with peer.stream(stub.Generate, request, deadline=Deadline.after(20)) as events:
+            _ = [event async for event in events]
+    assert refused.value.field == why

@@ -62,8 +62,10 @@ class Inbox:
 
 async def prompt_ids(tokenizer: Tokenizer, request: pb.GenerateRequest) -> list[int]:
     """Token ids of the request's prompt or conversation; InvalidRequest names the field."""
-    if bool(request.prompt) == bool(request.messages):
-        raise InvalidRequest("prompt", "set exactly one of prompt and messages, and not to nothing")
+    if sum(map(bool, (request.prompt, request.messages, request.token_ids))) != 1:
+        raise InvalidRequest("prompt", "set exactly one of prompt, messages and token_ids, and not to nothing")
+    if request.token_ids:
+        return list(request.token_ids)
     if request.messages:
         return await asyncio.to_thread(tokenizer.encode_chat, request.messages)
     return await asyncio.to_thread(tokenizer.encode, request.prompt)
