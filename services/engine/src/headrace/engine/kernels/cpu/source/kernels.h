@@ -85,6 +85,11 @@ struct AttentionLayer {
   size_t out_stride;
 };
 
+// Panels first to last - 1 of a product; `next` is where the same thread most likely goes on, only a hint.
+struct Panels {
+  int first, last, next;
+};
+
 // The rows of one slice: `count` tokens from position `start` on, in rows from `first_row`.
 struct SliceRows {
   int first_row, count, start;
@@ -95,9 +100,9 @@ struct Kernels {
   const char *name;
   // One row of `depth` floats, multiplied by its inverse root mean square and by `norm` if that is given.
   void (*prepare_row)(int format, const float *x, const float *norm, float eps, int depth, const Rows &out, int row);
-  // Rows first_row to last_row - 1 times panels first_panel to last_panel - 1, each the same whatever the limits.
-  void (*multiply)(const hr_linear &linear, const Rows &rows, int first_row, int last_row, int first_panel,
-                   int last_panel, const Output &out);
+  // Rows first_row to last_row - 1 times some panels, each the same whatever the limits.
+  void (*multiply)(const hr_linear &linear, const Rows &rows, int first_row, int last_row, const Panels &panels,
+                   const Output &out);
   // Update the likeliest of `count` logits whose first is token `first`; a logit that is not finite sets *best to -1.
   void (*find_likeliest)(const float *logits, int count, int first, float *best_value, int32_t *best);
   void (*store_keys_and_values)(const AttentionLayer &layer, const SliceRows &slice, int kv_head);

@@ -46,28 +46,61 @@ struct Origins {
   }
 };
 
-// The weights that a tile multiplies 20 steps later. The hardware foresees them too, but not as far: a stream alone is
-// bound by memory, and gains 10 to 20 %. Later tiles of rows find them in the cache: prompts lost 6 %.
-template <bool Fetch>
-inline void fetch_ahead(const uint8_t *weights) {
-  if constexpr (Fetch) __builtin_prefetch(weights + 1280);
-}
+// What a pass over a tile's weights asks the memory for meanwhile, told the place of each step in a column.
+
+// Later tiles of rows find the weights in the cache: prompts lost 6 % by asking for them again.
+struct FetchNothing {
+  void operator()(size_t) const {}
+};
+
+// The weights of 20 steps later. The hardware foresees them too, but not as far: a stream alone is bound by memory, and
+// gains 10 to 20 %.
+template <int NT>
+struct FetchOwn {
+  const uint8_t *column[NT];
+
+  FetchOwn(const hr_linear &w, int first_panel) {
+    const size_t stride = panel_bytes(w.format, w.depth);
+    for (int n = 0; n < NT; n++) column[n] = static_cast<const uint8_t *>(w.weights) + (first_panel + n) * stride;
+  }
+
+  void operator()(size_t place) const {
+    for (int n = 0; n < NT; n++) __builtin_prefetch(column[n] + place + 1280);
+  }
+};
+
+// Some columns of the tile that this thread most likely multiplies next, into the second-level cache. With more rows than
+// a tile has, its weights are multiplied several times: the memory would rest in all passes but the first.
+template <int Columns>
+struct FetchNext {
+  const uint8_t *column[Columns];
+
+  FetchNext(const hr_linear &w, int first_panel) {
+    const size_t stride = panel_bytes(w.format, w.depth);
+    for (int n = 0; n < Columns; n++) column[n] = static_cast<const uint8_t *>(w.weights) + (first_panel + n) * stride;
+  }
+
+  void operator()(size_t place) const {
+    for (int n = 0; n < Columns; n++) __builtin_prefetch(column[n] + place, 0, 2);
+  }
+};
 
 struct Bf16Format {
   static constexpr int kRows = kTileRows;
   static constexpr int kPanels = kTilePanels;
 
-  template <int MT, int NT, bool Fetch>
-  static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, F32 (&out)[MT][NT]) {
+  template <int MT, int NT, typename Fetch>
+  static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, const Fetch &fetch,
+                       F32 (&out)[MT][NT]) {
     const Origins<MT, NT> at(w, rows, row, panel);
     for (int m = 0; m < MT; m++) {
       for (int n = 0; n < NT; n++) out[m][n] = zero();
     }
     const size_t pairs = ceil_div(w.depth, 2);
     for (size_t k = 0; k < pairs; k++) {
+      fetch(k * 64);
       Bf16Pairs column[NT];
       for (int n = 0; n < NT; n++) {
-        fetch_ahead<Fetch>(at.column[n] + k * 64);
         column[n] = load_pairs(reinterpret_cast<const uint16_t *>(at.column[n] + k * 64));
       }
       for (int m = 0; m < MT; m++) {
@@ -82,14 +115,16 @@ struct FloatFormat {
   static constexpr int kRows = kTileRows;
   static constexpr int kPanels = kTilePanels;
 
-  template <int MT, int NT, bool Fetch>
-  static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, F32 (&out)[MT][NT]) {
+  template <int MT, int NT, typename Fetch>
+  static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, const Fetch &fetch,
+                       F32 (&out)[MT][NT]) {
     const Origins<MT, NT> at(w, rows, row, panel);
     for (int m = 0; m < MT; m++) {
       for (int n = 0; n < NT; n++) out[m][n] = zero();
     }
     const size_t depth = w.depth;
     for (size_t k = 0; k < depth; k++) {
+      fetch(k * 64);
       F32 column[NT];
       for (int n = 0; n < NT; n++) column[n] = load(reinterpret_cast<const float *>(at.column[n] + k * 64));
       for (int m = 0; m < MT; m++) {
@@ -118,8 +153,9 @@ struct Int8Format {
   static constexpr int kRows = kGroupedTileRows;
   static constexpr int kPanels = kGroupedTilePanels;
 
-  template <int MT, int NT, bool Fetch>
-  static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, F32 (&out)[MT][NT]) {
+  template <int MT, int NT, typename Fetch>
+  static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, const Fetch &fetch,
+                       F32 (&out)[MT][NT]) {
     const Origins<MT, NT> at(w, rows, row, panel);
     for (int m = 0; m < MT; m++) {
       for (int n = 0; n < NT; n++) out[m][n] = zero();
@@ -130,11 +166,9 @@ struct Int8Format {
       start_group<MT, NT>(rows, row, group, kUnsignedWeights ? 128 : 0, sum);
       const size_t end = static_cast<size_t>(group + 1) * (kGroup / 4);
       for (size_t k = static_cast<size_t>(group) * (kGroup / 4); k < (end < quads ? end : quads); k++) {
+        fetch(k * 64);
         I32 column[NT];
-        for (int n = 0; n < NT; n++) {
-          fetch_ahead<Fetch>(at.column[n] + k * 64);
-          column[n] = load_int(at.column[n] + k * 64);
-        }
+        for (int n = 0; n < NT; n++) column[n] = load_int(at.column[n] + k * 64);
         for (int m = 0; m < MT; m++) {
           const I32 value = broadcast_int(reinterpret_cast<const int32_t *>(at.row[m])[k]);
           for (int n = 0; n < NT; n++) sum[m][n] = dot_int8(sum[m][n], value, column[n]);
@@ -156,8 +190,9 @@ struct Int4Format {
   static constexpr int kRows = kGroupedTileRows;
   static constexpr int kPanels = kGroupedTilePanels;
 
-  template <int MT, int NT, bool Fetch>
-  static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, F32 (&out)[MT][NT]) {
+  template <int MT, int NT, typename Fetch>
+  static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, const Fetch &fetch,
+                       F32 (&out)[MT][NT]) {
     const Origins<MT, NT> at(w, rows, row, panel);
     for (int m = 0; m < MT; m++) {
       for (int n = 0; n < NT; n++) out[m][n] = zero();
@@ -170,7 +205,7 @@ struct Int4Format {
       F32 sum[MT][NT];  // in units of the row's scale
       for (int half = 0; half < 2; half++) {
         I32 products[MT][NT];
-        add_half_group<MT, NT, Fetch>(at, 2 * group + half, place + half * (kNibbleBytes / 2), products);
+        add_half_group<MT, NT>(at, 2 * group + half, place + half * (kNibbleBytes / 2), fetch, products);
         for (int n = 0; n < NT; n++) {
           const F32 scale = step(n, half);
           for (int m = 0; m < MT; m++) {
@@ -193,15 +228,16 @@ struct Int4Format {
 
  private:
   // Sums of 32 inputs' products of nibbles, which lie at `place` of each column, and bytes.
-  template <int MT, int NT, bool Fetch>
-  static void add_half_group(const Origins<MT, NT> &at, size_t half_group, size_t place, I32 (&sum)[MT][NT]) {
+  template <int MT, int NT, typename Fetch>
+  static void add_half_group(const Origins<MT, NT> &at, size_t half_group, size_t place, const Fetch &fetch,
+                             I32 (&sum)[MT][NT]) {
     for (int m = 0; m < MT; m++) {
       for (int n = 0; n < NT; n++) sum[m][n] = zero_int();
     }
     for (size_t k = 0; k < kHalfGroup / 8; k++) {
+      fetch(place + k * 64);
       I32 low[NT], high[NT];
       for (int n = 0; n < NT; n++) {
-        fetch_ahead<Fetch>(at.column[n] + place + k * 64);
         const I32 packed = load_int(at.column[n] + place + k * 64);
         low[n] = low_nibbles(packed);
         high[n] = high_nibbles(packed);
@@ -245,54 +281,66 @@ void finish(const hr_linear &w, int row, int panel, F32 (&tile)[MT][NT], const O
   }
 }
 
-template <typename Format, int NT, bool Fetch, int MT = Format::kRows>
-void multiply_tile(const hr_linear &w, const Rows &rows, int row, int count, int panel, const Output &out) {
+template <typename Format, int NT, int MT = Format::kRows, typename Fetch>
+void multiply_tile(const hr_linear &w, const Rows &rows, int row, int count, int panel, const Fetch &fetch,
+                   const Output &out) {
   if constexpr (MT > 1) {
     if (count < MT) {
-      multiply_tile<Format, NT, Fetch, MT - 1>(w, rows, row, count, panel, out);
+      multiply_tile<Format, NT, MT - 1>(w, rows, row, count, panel, fetch, out);
       return;
     }
   }
   F32 tile[MT][NT];
-  Format::template multiply<MT, NT, Fetch>(w, rows, row, panel, tile);
+  Format::template multiply<MT, NT>(w, rows, row, panel, fetch, tile);
   finish<MT, NT>(w, row, panel, tile, out);
 }
 
-// Rows in tiles of nearly equal height: 8 rows are 4 and 4, not 6 and 2.
+// Rows in tiles of nearly equal height: 8 rows are 4 and 4, not 6 and 2. `next` is the panel at which this thread most
+// likely goes on; its weights are asked for in equal parts by the passes over these.
 template <typename Format, int NT>
-void multiply_rows(const hr_linear &w, const Rows &rows, int first, int last, int panel, const Output &out) {
+void multiply_rows(const hr_linear &w, const Rows &rows, int first, int last, int panel, int next, const Output &out) {
   const int tiles = ceil_div(last - first, Format::kRows);
+  const bool fetch_next = tiles > 1 && next + NT <= w.panels;
   for (int tile = 0; tile < tiles; tile++) {
     const int from = first + (last - first) * tile / tiles;
-    const int to = first + (last - first) * (tile + 1) / tiles;
-    if (tile == 0) {
-      multiply_tile<Format, NT, true>(w, rows, from, to - from, panel, out);
+    const int count = first + (last - first) * (tile + 1) / tiles - from;
+    if (fetch_next && NT > 2 && tiles < NT && 2 * tile < NT) {
+      multiply_tile<Format, NT>(w, rows, from, count, panel, FetchNext<2>(w, next + 2 * tile), out);
+    } else if (fetch_next && (NT <= 2 || tiles >= NT) && tile < NT) {
+      multiply_tile<Format, NT>(w, rows, from, count, panel, FetchNext<1>(w, next + tile), out);
+    } else if (!fetch_next && tile == 0) {
+      multiply_tile<Format, NT>(w, rows, from, count, panel, FetchOwn<NT>(w, panel), out);
     } else {
-      multiply_tile<Format, NT, false>(w, rows, from, to - from, panel, out);
+      multiply_tile<Format, NT>(w, rows, from, count, panel, FetchNothing(), out);
     }
   }
 }
 
 template <typename Format>
-void multiply_panels(const hr_linear &w, const Rows &rows, int first_row, int last_row, int first_panel, int last_panel,
+void multiply_panels(const hr_linear &w, const Rows &rows, int first_row, int last_row, const Panels &panels,
                      const Output &out) {
-  int panel = first_panel;
-  for (; panel + Format::kPanels <= last_panel; panel += Format::kPanels) {
-    multiply_rows<Format, Format::kPanels>(w, rows, first_row, last_row, panel, out);
+  const auto after = [&](int panel) { return panel < panels.last ? panel : panel - panels.last + panels.next; };
+  int panel = panels.first;
+  for (; panel + Format::kPanels <= panels.last; panel += Format::kPanels) {
+    multiply_rows<Format, Format::kPanels>(w, rows, first_row, last_row, panel, after(panel + Format::kPanels), out);
   }
   if constexpr (Format::kPanels > 2) {
-    for (; panel + 2 <= last_panel; panel += 2) multiply_rows<Format, 2>(w, rows, first_row, last_row, panel, out);
+    for (; panel + 2 <= panels.last; panel += 2) {
+      multiply_rows<Format, 2>(w, rows, first_row, last_row, panel, after(panel + 2), out);
+    }
   }
-  for (; panel < last_panel; panel++) multiply_rows<Format, 1>(w, rows, first_row, last_row, panel, out);
+  for (; panel < panels.last; panel++) {
+    multiply_rows<Format, 1>(w, rows, first_row, last_row, panel, after(panel + 1), out);
+  }
 }
 
-void multiply(const hr_linear &w, const Rows &rows, int first_row, int last_row, int first_panel, int last_panel,
+void multiply(const hr_linear &w, const Rows &rows, int first_row, int last_row, const Panels &panels,
               const Output &out) {
   switch (w.format) {
-    case HR_BF16: return multiply_panels<Bf16Format>(w, rows, first_row, last_row, first_panel, last_panel, out);
-    case HR_INT8: return multiply_panels<Int8Format>(w, rows, first_row, last_row, first_panel, last_panel, out);
-    case HR_INT4: return multiply_panels<Int4Format>(w, rows, first_row, last_row, first_panel, last_panel, out);
-    default: return multiply_panels<FloatFormat>(w, rows, first_row, last_row, first_panel, last_panel, out);
+    case HR_BF16: return multiply_panels<Bf16Format>(w, rows, first_row, last_row, panels, out);
+    case HR_INT8: return multiply_panels<Int8Format>(w, rows, first_row, last_row, panels, out);
+    case HR_INT4: return multiply_panels<Int4Format>(w, rows, first_row, last_row, panels, out);
+    default: return multiply_panels<FloatFormat>(w, rows, first_row, last_row, panels, out);
   }
 }
 

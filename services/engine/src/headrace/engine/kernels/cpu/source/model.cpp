@@ -45,6 +45,12 @@ float element(const hr_linear &w, int n, int k) {
   }
 }
 
+// Those of one task of a product. Threads take tasks in turns.
+Panels panels_of(int task, int panels, int threads) {
+  const int first = task * kTaskPanels, last = first + kTaskPanels;
+  return {first, last < panels ? last : panels, first + threads * kTaskPanels};
+}
+
 }  // namespace
 
 Rows PreparedRows::reserve(int format, int rows, int depth) {
@@ -65,10 +71,11 @@ void multiply(Pool &pool, const Kernels &kernels, const hr_linear &linear, const
   const int row_tasks = ceil_div(count, kTaskRows), panel_tasks = ceil_div(linear.panels, kTaskPanels);
   pool.run(row_tasks * panel_tasks, [&](int task, int) {
     // Row blocks of the same panels follow each other: the second finds them in the cache.
-    const int first_panel = task / row_tasks * kTaskPanels, block = task % row_tasks;
-    const int last_panel = first_panel + kTaskPanels < linear.panels ? first_panel + kTaskPanels : linear.panels;
+    const int block = task % row_tasks;
+    Panels panels = panels_of(task / row_tasks, linear.panels, pool.threads());
+    if (row_tasks > 1) panels.next = linear.panels;  // the next task has the same panels
     const auto row_of = [&](int b) { return static_cast<int>(static_cast<int64_t>(count) * b / row_tasks); };
-    kernels.multiply(linear, rows, row_of(block), row_of(block + 1), first_panel, last_panel, out);
+    kernels.multiply(linear, rows, row_of(block), row_of(block + 1), panels, out);
   });
 }
 
@@ -209,14 +216,14 @@ void Model::find_tokens(const hr_batch &batch) {
   int32_t *best = chunk_best_.reserve(static_cast<size_t>(chunks) * count);
   pool_.run(chunks, [&](int chunk, int) {
     alignas(64) float tile[kHeadRows * kTaskPanels * kPanel];
-    const int first_panel = chunk * kTaskPanels, first = first_panel * kPanel;
-    const int last_panel = first_panel + kTaskPanels < head.panels ? first_panel + kTaskPanels : head.panels;
+    const Panels panels = panels_of(chunk, head.panels, pool_.threads());
+    const int first = panels.first * kPanel;
     const int width = first + columns < spec_.vocabulary ? columns : spec_.vocabulary - first;
     for (int from = 0; from < count; from += kHeadRows) {
       const int to = from + kHeadRows < count ? from + kHeadRows : count;
       // The tile as seen from row 0, panel 0 of the whole.
       float *origin = tile - (static_cast<ptrdiff_t>(from) * columns + first);
-      kernels_.multiply(head, rows, from, to, first_panel, last_panel,
+      kernels_.multiply(head, rows, from, to, panels,
                         {Finish::kStore, origin, static_cast<size_t>(columns)});
       for (int row = from; row < to; row++) {
         const float *logits = tile + (row - from) * columns;
