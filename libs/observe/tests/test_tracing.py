@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client import REGISTRY
 
 from headrace.observe.export import ExportSettings, encode
-from headrace.observe.tracing import Tracing, current_traceparent, get_tracer, record_span
+from headrace.observe.tracing import Tracing, current_span, current_traceparent, get_tracer, record_span
 
 EARLY = get_tracer()
 PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
@@ -237,3 +237,20 @@ async def test_a_full_batch_is_encoded_in_slices_that_give_the_loop_back():
     assert turns >= 10
     spans = [s.name for rs in (await encoding).resource_spans for ss in rs.scope_spans for s in ss.spans]
     assert spans == [f"s{n}" for n in range(640)]
+
+
+async def test_a_current_span_is_the_parent_of_what_begins_inside_it_and_fails_with_its_block():
+    collector = Collector()
+    async with serve(collector) as endpoint, traced(endpoint):
+        with current_span("outer", {"headrace.attempt": 1}) as outer:
+            record_span("inner", 1, 2, current_traceparent(), {})
+            outer.set_attribute("headrace.engine_id", "e1")
+        assert current_traceparent() == ""
+        with pytest.raises(ValueError, match="of no use"), current_span("failed"):
+            raise ValueError("of no use")
+        assert current_traceparent() == ""
+    spans = {span.name: span for span in collector.spans}
+    assert spans["inner"].parent_span_id == spans["outer"].span_id
+    assert [a.key for a in spans["outer"].attributes] == ["headrace.attempt", "headrace.engine_id"]
+    assert (spans["outer"].status.code, spans["failed"].status.code) == (0, 2)
+    assert spans["failed"].status.message == "ValueError"

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import grpc
-from grpc.aio import AioRpcError
+from grpc.aio import EOF, AioRpcError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -98,7 +98,8 @@ class Peer:
 
 async def _messages(call: Any, tls: TlsSettings) -> AsyncIterator[Any]:
     try:
-        async for message in call:
+        # Iterating over the call itself would put another generator around this one, for each message.
+        while (message := await call.read()) is not EOF:
             yield message
     except AioRpcError as error:
         raise _domain_error(error, tls) from None
@@ -118,7 +119,7 @@ def _domain_error(error: AioRpcError, tls: TlsSettings) -> HeadraceError:
     return found
 
 
-def _outgoing(metadata: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+def _outgoing(metadata: Mapping[str, str] | None) -> grpc.aio.Metadata:
     carrier: dict[str, str] = dict(metadata or {})
     _PROPAGATOR.inject(carrier)
     if REQUEST_ID not in carrier:
@@ -126,4 +127,4 @@ def _outgoing(metadata: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]
             carrier[REQUEST_ID] = current_call().request_id
         except LookupError:  # not in a handler: the peer makes an id
             pass
-    return tuple(carrier.items())
+    return grpc.aio.Metadata(*carrier.items())

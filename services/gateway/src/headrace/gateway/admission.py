@@ -31,7 +31,7 @@ from headrace.gateway.policies import Policies
 from headrace.gateway.queue import RequestQueues
 from headrace.gateway.quota import Quotas
 from headrace.gateway.usage import Usage
-from headrace.observe.tracing import get_tracer
+from headrace.observe.tracing import current_span
 from headrace.rpc.context import CallContext
 
 Request = TypeVar("Request")
@@ -135,7 +135,7 @@ class Admission:
 
     async def tokenize(self, model: Model, prompt: Prompt) -> tuple[int, ...]:
         """The prompt's token ids, made in a thread unless it is short: a long prompt takes tens of milliseconds."""
-        with get_tracer().start_as_current_span("gateway.tokenize") as span:
+        with current_span("gateway.tokenize") as span:
             try:
                 if isinstance(prompt, TokenPrompt):
                     ids = prompt.ids

@@ -30,7 +30,7 @@ from headrace.gateway.model import Model
 from headrace.gateway.prefixes import SHARED_DOMAIN, Prefixes
 from headrace.gateway.queue import SATURATED, RequestQueue
 from headrace.gateway.submission import Attempt, Report, Submission, Tally
-from headrace.observe.tracing import current_traceparent, get_tracer
+from headrace.observe.tracing import current_span, current_traceparent, get_tracer
 
 log = structlog.get_logger(__name__)
 
@@ -159,7 +159,7 @@ class Fleet:
         async def ask() -> Placement:
             return await self._asked(question, progress.trail.excluded, order.deadline)
 
-        with get_tracer().start_as_current_span("gateway.place", attributes={"headrace.attempt": number}) as span:
+        with current_span("gateway.place", {"headrace.attempt": number}) as span:
             while True:
                 try:
                     placement = await (order.queue.placed(order.ticket, ask) if number == 1 else ask())

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from headrace.gateway.core.life import Life
 
+_NOBODY: frozenset[Life] = frozenset()
+
 
 @dataclass(slots=True, kw_only=True)
 class Quarantine:
@@ -20,5 +22,7 @@ class Quarantine:
 
     def lives(self, now: float) -> frozenset[Life]:
         """Those kept out now."""
+        if not self._until:
+            return _NOBODY
         self._until = {life: until for life, until in self._until.items() if until > now}
         return frozenset(self._until)
