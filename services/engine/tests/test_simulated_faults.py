@@ -29,7 +29,7 @@ async def main(fault, keep_socket):
     await client.start(config, timeout_s=20.0)
     print("worker", client.pid, flush=True)
     if keep_socket:
-        end = client._writer.get_extra_info("socket").fileno()
+        end = client._transport.get_extra_info("socket").fileno()
         print("keeper", subprocess.Popen(["sleep", "60"], pass_fds=(end,)).pid, flush=True)
     client.submit([1, 2, 3], SamplingPlan(max_tokens=50), deadline=Deadline.after(60))
     async for event in client.events():

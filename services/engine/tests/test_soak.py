@@ -82,7 +82,8 @@ class Shell:
         if isinstance(report, LongStep):
             return
         self.tokens += len(report.token_ids)
-        self.free_blocks = report.load.free_blocks
+        if report.load is not None:
+            self.free_blocks = report.load.free_blocks
         for finish in report.finishes:
             self.open.remove(finish.sequence_id)
             self.ends[finish.reason] += 1

@@ -325,8 +325,8 @@ async def test_a_killed_worker_is_heard_of_at_once() -> None:
 
 async def test_an_exception_in_the_worker_reaches_the_shell_in_words() -> None:
     async with started() as (client, ear, _):
-        assert client._writer is not None
-        client._writer.write(encode(Configure(config=config())))  # what no shell does: the loop raises
+        assert client._transport is not None
+        client._transport.write(encode(Configure(config=config())))  # what no shell does: the loop raises
         with pytest.raises(WorkerDied, match="TypeError: Configure is not for a running worker"):
             async with asyncio.timeout(SOON):
                 await ear.hear()

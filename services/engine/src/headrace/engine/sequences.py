@@ -162,11 +162,16 @@ class Sequences:
     async def dispatch(self) -> None:
         """Hand out the worker's events until it is stopped; raises WorkerDied when it ends by itself."""
         async for event in self._worker.events():
-            if self._load is not None:
-                self._load.note(event.load, time.monotonic())
-            show_load(event.load)
-            self.cache.apply(event.cache_events)
+            if event.load is not None:
+                self._note(event.load)
+            if event.cache_events:
+                self.cache.apply(event.cache_events)
             self._hand_out(event)
+
+    def _note(self, load: Load) -> None:
+        if self._load is not None:
+            self._load.note(load, time.monotonic())
+        show_load(load)
 
     def _hand_out(self, event: StepEvent) -> None:
         shares: dict[int, tuple[Owner, _News]] = {}
@@ -179,8 +184,9 @@ class Sequences:
             news.slots.append(sequence.slot)
             news.token_ids.append(token_id)
         TOKENS.inc(len(event.token_ids))
-        DRAFTED.inc(event.drafted)
-        ACCEPTED.inc(event.accepted)
+        if event.drafted:
+            DRAFTED.inc(event.drafted)
+            ACCEPTED.inc(event.accepted)
         for sequence_id, logprobs in event.logprobs:
             if sequence_id in self._given_up:
                 continue

@@ -143,7 +143,7 @@ class Scheduler:
             if result.problem is not None:
                 finishes.append(self._end(sequence, FinishReason.ERROR, now, result.problem))
                 continue
-            taken, reason, problem = self._append(sequence, (result, *result.more), now)
+            taken, reason, problem = self._append(sequence, (result, *result.more) if result.more else (result,), now)
             drafted += piece.drafted
             accepted += max(0, len(taken) - 1)
             self._account(sequence, piece, result, len(taken))
@@ -322,7 +322,8 @@ class Scheduler:
     def _account(self, sequence: Sequence, piece: SequenceSlice, result: Computed, taken: int) -> None:
         """Count what is computed for good, `taken` tokens having been appended: all but the untrue guesses."""
         sequence.num_computed_tokens += len(piece.token_ids) - piece.drafted + max(0, taken - 1)
-        sequence.collect(piece.start, result.prompt_logprobs)
+        if result.prompt_logprobs:
+            sequence.collect(piece.start, result.prompt_logprobs)
         self._memory.store(sequence)
         if piece.drafted:
             sequence.note_guesses(piece.drafted, taken - 1)

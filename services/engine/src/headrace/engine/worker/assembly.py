@@ -39,8 +39,8 @@ def assemble(config: WorkerConfig) -> tuple[StepLoop, WorkerReady]:
     grammars = Grammars(model, vocab_size=backend.vocab_size, eos_ids=backend.eos_ids)
     loop = StepLoop(scheduler, backend, grammars, limits, clock=time.monotonic)
     loop.warm_up()
-    # Only now: the warm-up's tokens are not the ones that a fault counts.
-    loop.backend = FaultyBackend(backend, faults)
+    if faults != Faults():  # only now: the warm-up's tokens are not the ones that a fault counts
+        loop.backend = FaultyBackend(backend, faults)
     if faults.full_cache:
         loop.occupied = pool.allocate(pool.free_blocks)
     ready = WorkerReady(

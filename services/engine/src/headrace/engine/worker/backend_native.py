@@ -122,31 +122,30 @@ class NativeBackend:
             results[index] = greedy(slices[index], tokens[first : first + 1 + slices[index].drafted])
         for index, computed in zip(draws, drawn(self._sampler, logits, tuple(draws.values()), masks), strict=True):
             results[index] = computed
-        return [
-            self._with_prompt(piece, end - len(piece.token_ids), computed)
-            for piece, end, computed in zip(slices, ends, results, strict=True)
-        ]
+        for index, piece in enumerate(slices):
+            if (most := piece.plan.prompt_logprobs) is not None:
+                first_row = ends[index] - len(piece.token_ids)
+                results[index] = self._with_prompt(piece, first_row, results[index], most)
+        return results
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See Backend."""
         for source, target in pairs:  # in order: a block may be the source of one pair and the target of a later one
             self._model.copy_block(source, target)
 
-    def _with_prompt(self, piece: SequenceSlice, first_row: int, computed: Computed) -> Computed:
-        """`computed` and the log-probabilities of the prompt tokens that follow the slice's, if its plan asks for them.
+    def _with_prompt(self, piece: SequenceSlice, first_row: int, computed: Computed, most: int) -> Computed:
+        """`computed` and the log-probabilities of the prompt tokens that follow the slice's, `most` of each.
 
         Logits are made a few rows at a time: those of 8,192 tokens would take 1.6 GB.
         """
-        if piece.plan.prompt_logprobs is None or computed.problem is not None:
+        if computed.problem is not None:
             return computed
         count = min(len(piece.token_ids), piece.prompt_length - 1 - piece.start)
         following = piece.known_token_ids[piece.start + 1 : piece.start + 1 + max(0, count)]
         found: list[Logprobs] = []
         for first in range(0, count, PROMPT_ROWS):
             rows = range(first_row + first, first_row + min(first + PROMPT_ROWS, count))
-            part = prompt_logprobs(
-                self._model.logits(rows), following[first : first + PROMPT_ROWS], piece.plan.prompt_logprobs
-            )
+            part = prompt_logprobs(self._model.logits(rows), following[first : first + PROMPT_ROWS], most)
             if isinstance(part, Problem):
                 return Computed(problem=part)
             found += part

@@ -15,8 +15,8 @@ from headrace.base.errors import StartError
 from headrace.engine.core.placement import USUAL, Placement
 from headrace.engine.core.sampling_plan import SamplingPlan
 from headrace.engine.worker.config import WorkerConfig
+from headrace.engine.worker.inbox import Inbox
 from headrace.engine.worker.messages import (
-    HEADER_BYTES,
     Abort,
     Command,
     Configure,
@@ -28,9 +28,7 @@ from headrace.engine.worker.messages import (
     StepEvent,
     Submit,
     WorkerReady,
-    decode,
     encode,
-    payload_bytes,
 )
 
 __all__ = ["StepEvent", "WorkerClient", "WorkerConfig", "WorkerDied", "WorkerReady"]
@@ -54,8 +52,8 @@ class WorkerClient:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._inbox = Inbox()
+        self._transport: asyncio.WriteTransport | None = None
         self._stopping = False
         self._last_id = 0
         # Told of every report, and how long the worker may be silent after it, beyond the time of an ordinary step.
@@ -161,8 +159,8 @@ class WorkerClient:
         It exits by itself after the step it is in; after `grace_s` it is killed.
         """
         self._stopping = True
-        if self._writer is not None:
-            self._writer.close()
+        if self._transport is not None:
+            self._transport.close()
         if self._process is None:
             return
         try:
@@ -175,7 +173,8 @@ class WorkerClient:
     async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            loop = asyncio.get_running_loop()
+            self._transport, _ = await loop.create_connection(lambda: self._inbox, sock=ours)
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "headrace.engine.worker", str(theirs.fileno()), str(os.getpid())),
@@ -186,21 +185,18 @@ class WorkerClient:
             )
 
     def _send(self, command: Command) -> None:
-        if self._writer is None:
+        if self._transport is None:
             raise RuntimeError("the worker has not been started")
-        self._writer.write(encode(command))
+        self._transport.write(encode(command))
 
     async def _receive(self) -> Report:
         """The next report; WorkerDied when there is none to come."""
-        assert self._reader is not None
-        try:
-            header = await self._reader.readexactly(HEADER_BYTES)
-            report = decode(await self._reader.readexactly(payload_bytes(header)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise WorkerDied(await self._how_it_ended()) from None
+        report = await self._inbox.next()
+        if report is None:
+            raise WorkerDied(await self._how_it_ended())
         if isinstance(report, Failed):
             raise WorkerDied(f"the engine's worker failed: {report.text}")
-        return report  # type: ignore[return-value]  # the worker sends reports only
+        return report
 
     async def _how_it_ended(self) -> str:
         assert self._process is not None

@@ -25,6 +25,8 @@ _WARM_UP_ANSWER = 8
 # and there may be busy neighbours. Below the second number nothing is said: the shell's patience covers it.
 _PATIENCE = 8.0
 _WORTH_SAYING_S = 0.5
+# Heartbeats are five times as far apart; made and sent with each step, a load would cost as much as the step's tokens.
+_LOAD_EVERY_S = 0.05
 
 
 class Shell(Protocol):
@@ -58,6 +60,7 @@ class StepLoop:
         self._smallest_chunk = smallest_chunk(scheduler.limits.max_num_batched_tokens)
         # Blocks that a fault took out of use: they belong to no sequence.
         self.occupied: list[int] = []
+        self._load_due = -math.inf
 
     def warm_up(self) -> None:
         """Run the backend's slow first times, then one sequence through the whole loop, which measures the rates."""
@@ -84,7 +87,8 @@ class StepLoop:
             for finish in finishes:
                 self._grammars.drop(finish.sequence_id)
             if commands or finishes or plan.slices:
-                shell.send(self._event(plan, outcome, tuple(finishes)))
+                news = bool(commands or finishes or plan.admitted or plan.preempted or not plan.slices)
+                shell.send(self._event(plan, outcome, tuple(finishes), news=news))
             wait_s = 0.0 if plan.slices else self._idle_s()
 
     def close(self) -> None:
@@ -139,12 +143,17 @@ class StepLoop:
         until_late_s = self._scheduler.next_deadline() - self._clock()
         return min(until_late_s, POLL_S) if self._grammars.compiling else until_late_s
 
-    def _event(self, plan: StepPlan, outcome: StepOutcome, finishes: tuple[Finish, ...]) -> StepEvent:
+    def _event(self, plan: StepPlan, outcome: StepOutcome, finishes: tuple[Finish, ...], *, news: bool) -> StepEvent:
+        """`news`: whether the load is more than what steps make of it by themselves."""
+        now = self._clock()
+        due = news or now >= self._load_due
+        if due:
+            self._load_due = now + _LOAD_EVERY_S
         return StepEvent(
             sequence_ids=outcome.sequence_ids,
             token_ids=outcome.token_ids,
             finishes=finishes,
-            load=load(self._scheduler, self.rates),
+            load=load(self._scheduler, self.rates) if due else None,
             logprobs=outcome.logprobs,
             hold=plan.hold,
             preemptions=len(plan.preempted),

@@ -25,6 +25,8 @@ class Drawn:
 
 def greedy(piece: SequenceSlice, likeliest: Sequence[int]) -> Computed:
     """`likeliest` are the tokens after the last known one and after each guess; -1 where logits are not numbers."""
+    if not piece.drafted:
+        return Computed(token_id=likeliest[0]) if likeliest[0] >= 0 else Computed(problem=NOT_NUMBERS)
     guesses = _guesses(piece)
     true = next((i for i, guess in enumerate(guesses) if likeliest[i] != guess), len(guesses))
     found = [
