@@ -170,6 +170,7 @@ def question(request_id: str, shares: Sequence[Sequence[bytes]], chance: random.
         max_tokens=128,
         block_hashes=b"".join(share[start : start + SHARED]) + own,
         block_size=BLOCK_SIZE,
+        brief=True,  # as a gateway asks
     )
 
 

@@ -6,6 +6,8 @@ import asyncio
 import socket
 import threading
 
+import uvloop
+
 from headrace.engine.core.finish import Finish, FinishReason
 from headrace.engine.core.step import Hold
 from headrace.engine.worker.inbox import Inbox
@@ -63,6 +65,16 @@ async def test_a_reader_that_lags_holds_the_worker_back_and_loses_nothing() -> N
         assert (await inbox.next()) == report(number)
     await asyncio.to_thread(thread.join)
     worker.close()
+
+
+def test_it_reads_under_the_loop_that_services_run_on() -> None:
+    async def one() -> object:
+        inbox, worker = await connected()
+        with worker:
+            worker.send(encode(report(3)))
+            return await inbox.next()
+
+    assert uvloop.run(one()) == report(3)
 
 
 def test_an_event_survives_the_wire_whole_and_a_plain_one_takes_few_bytes() -> None:

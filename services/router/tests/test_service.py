@@ -435,6 +435,17 @@ async def test_a_decision_is_explained_with_its_numbers_and_how_it_went(fleet: F
     assert grown == pytest.approx(3.0)
 
 
+async def test_a_brief_answer_leaves_the_replicas_numbers_to_the_explanation(fleet: Fleet, client: Client):
+    fleet.set("A")
+    fleet.set("B", phase=engine_pb.PHASE_WARMING)
+    await eventually(sees(client, "A", "B"))
+    brief = await client.place("short", brief=True)
+    assert (brief.engine_id, len(brief.considered)) == ("A", 0)
+    (decision,) = (await client.explain("short")).decisions
+    assert [c.verdict for c in decision.placed.considered] == [pb.VERDICT_CHOSEN, pb.VERDICT_NOT_READY]
+    assert decision.placed.considered[0].estimate == brief.estimate
+
+
 async def test_a_refusal_is_explained_too_and_what_is_not_remembered_is_not_found(fleet: Fleet, client: Client):
     fleet.set("A", phase=engine_pb.PHASE_WARMING)
     await eventually(sees(client, "A"))

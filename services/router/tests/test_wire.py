@@ -65,7 +65,7 @@ def test_every_verdict_can_be_told_on_the_wire(a_replica, verdict: Verdict):
         estimate=Estimate(queue_s=0.1, prefill_s=0.2, decode_s=0.3),
         considered=considered,
     )
-    message = wire.placed_message(placed, degraded=False)
+    message = wire.placed_message(placed, degraded=False, brief=False)
     assert message.considered[0].verdict != pb.VERDICT_UNSPECIFIED
     assert message.estimate.total_s == pytest.approx(0.6)
 

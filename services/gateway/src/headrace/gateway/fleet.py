@@ -214,6 +214,7 @@ class Fleet:
             block_size=order.model.block_size,
             tenant=order.tenant,
             sequences=len(answers),
+            brief=True,
         )
 
 

@@ -27,15 +27,19 @@ class Remembered:
 
     def message(self) -> pb.Decision:
         """As it is explained."""
-        return pb.Decision(
+        told = pb.Decision(
             attempt=self.attempt,
             decided_unix_ns=self.decided_unix_ns,
             asked=self.asked,
             placed=self.placed,
             refusal=self.refusal,
-            considered=[wire.considered_message(c) for c in self.considered],
             outcome=self.outcome,
         )
+        if self.placed is None:
+            told.considered.extend(map(wire.considered_message, self.considered))
+        elif not self.placed.considered:
+            wire.fill_considered(told.placed, self.considered)
+        return told
 
 
 class Memory:

@@ -19,6 +19,7 @@ from headrace.router.core.eligibility import Verdict
 from headrace.router.core.placement import Decision, Placed, Refused
 from headrace.router.core.replica import Attempt, EngineId
 from headrace.router.core.router import Router
+from headrace.router.core.sampling import Sampling
 from headrace.router.memory import Memory, Remembered
 from headrace.router.placer import Placer
 from headrace.router.ports import Clock
@@ -27,6 +28,8 @@ log = get_logger(__name__)
 
 SPAN_REPLICAS = 8
 """Replicas told of in one span; the chosen one and the candidates come first."""
+REASONED_SPANS_PER_S = 20
+"""Placements whose spans have the replicas' numbers, too; of the others `Explain` knows them."""
 
 
 class RoutingServicer(rpc.RoutingServiceServicer):
@@ -39,6 +42,7 @@ class RoutingServicer(rpc.RoutingServiceServicer):
         self._memory = memory
         self._clock = clock
         self._retry_after_s = retry_after_s
+        self._telling = Sampling(most_per_s=REASONED_SPANS_PER_S)
 
     async def Place(self, request: pb.PlaceRequest, context: Any) -> pb.PlaceResponse:
         """Choose and book a replica."""
@@ -46,16 +50,20 @@ class RoutingServicer(rpc.RoutingServiceServicer):
         attempt = wire.attempt(request)
         decision, degraded = await self._placer.place(attempt)
         metrics.count_decision(decision, attempt.prompt_tokens, time.perf_counter() - started)
-        _tell(attempt, decision, degraded)
+        _tell(attempt, decision, degraded, reasons=self._telling.allows(started))
         request.ClearField("block_hashes")
-        remembered = Remembered(attempt=attempt.key.attempt, decided_unix_ns=time.time_ns(), asked=request)
+        remembered = Remembered(
+            attempt=attempt.key.attempt,
+            decided_unix_ns=time.time_ns(),
+            asked=request,
+            considered=decision.considered,
+        )
         self._memory.decided(attempt.key.request_id, remembered)
         if isinstance(decision, Refused):
             error = wire.refusal_error(decision, attempt, degraded=degraded, retry_after_s=self._retry_after_s)
             remembered.refusal = f"{error.reason}: {error.message}"
-            remembered.considered = decision.considered
             raise error
-        remembered.placed = wire.placed_message(decision, degraded=degraded)
+        remembered.placed = wire.placed_message(decision, degraded=degraded, brief=request.brief)
         return remembered.placed
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
@@ -95,19 +103,22 @@ class RoutingServicer(rpc.RoutingServiceServicer):
         return wire.list_message(self._router, self._clock(), booked)
 
 
-def _tell(attempt: Attempt, decision: Decision, degraded: bool) -> None:
-    """Put the decision with its reasons into the call's span and the log: refusals at info, the rest at debug."""
+def _tell(attempt: Attempt, decision: Decision, degraded: bool, *, reasons: bool) -> None:
+    """Put the decision into the call's span and the log: refusals at info, the rest at debug.
+
+    With `reasons`, or when it is a refusal, the replicas' numbers go with it.
+    """
     span = trace.get_current_span()
     traced, refused = span.is_recording(), isinstance(decision, Refused)
-    reasons = _reasons(decision.considered) if traced or refused else []
+    told = _reasons(decision.considered) if refused or (traced and reasons) else []
     if traced:
-        span.set_attributes(_attributes(attempt, decision, degraded, reasons))
+        span.set_attributes(_attributes(attempt, decision, degraded, told))
     facts = {"request": attempt.key.request_id, "attempt": attempt.key.attempt, "degraded": degraded}
     if isinstance(decision, Placed):
         total_s = round(decision.estimate.total_s, 4) if decision.estimate else None
-        log.debug("placement_decided", engine=decision.replica.engine_id, total_s=total_s, considered=reasons, **facts)
+        log.debug("placement_decided", engine=decision.replica.engine_id, total_s=total_s, considered=told, **facts)
     else:
-        log.info("placement_refused", reason=decision.reason.value, considered=reasons, **facts)
+        log.info("placement_refused", reason=decision.reason.value, considered=told, **facts)
 
 
 def _attributes(
@@ -116,8 +127,9 @@ def _attributes(
     told: dict[str, str | bool | int | float | list[str]] = {
         "headrace.attempt": attempt.key.attempt,
         "headrace.degraded": degraded,
-        "headrace.considered": reasons,
     }
+    if reasons:
+        told["headrace.considered"] = reasons
     if isinstance(decision, Placed):
         told["headrace.engine_id"] = decision.replica.engine_id
         told["headrace.cached_tokens"] = decision.cached_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
 
 from headrace.engine.worker.messages import FrameBuffer, Report
 
@@ -20,7 +21,7 @@ class Inbox(asyncio.Protocol):
     def __init__(self) -> None:
         self._frames = FrameBuffer()
         self._reports: deque[Report] = deque()
-        self._transport: asyncio.ReadTransport | None = None
+        self._transport: Any = None  # uvloop's are no subclasses of asyncio's
         self._waiter: asyncio.Future[None] | None = None
         self._paused = False
         self._closed = False
@@ -43,7 +44,6 @@ class Inbox(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See Protocol."""
-        assert isinstance(transport, asyncio.ReadTransport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from headrace.api.engine.v1 import engine_service_pb2 as engine_pb
@@ -133,8 +133,8 @@ def outcome(request: pb.ReleaseRequest) -> Outcome:
     return _OUTCOMES.get(request.outcome, Outcome.UNSAID)
 
 
-def placed_message(placed: Placed, *, degraded: bool) -> pb.PlaceResponse:
-    """The answer to a placement."""
+def placed_message(placed: Placed, *, degraded: bool, brief: bool) -> pb.PlaceResponse:
+    """The answer to a placement; a brief one has no word about the replicas, which take a tenth of all its time."""
     message = pb.PlaceResponse(
         engine_id=placed.replica.engine_id,
         epoch=placed.replica.epoch,
@@ -145,10 +145,16 @@ def placed_message(placed: Placed, *, degraded: bool) -> pb.PlaceResponse:
     )
     if placed.estimate is not None:
         _fill_estimate(message.estimate, placed.estimate)
-    add = message.considered.add
-    for considered in placed.considered:
-        _fill_considered(add(), considered)
+    if not brief:
+        fill_considered(message, placed.considered)
     return message
+
+
+def fill_considered(message: pb.PlaceResponse, considered: Iterable[Considered]) -> None:
+    """Add the words about the replicas."""
+    add = message.considered.add
+    for one in considered:
+        _fill_considered(add(), one)
 
 
 def refusal_error(refused: Refused, placing: Attempt, *, degraded: bool, retry_after_s: float) -> HeadraceError:
