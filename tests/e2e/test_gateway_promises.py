@@ -270,6 +270,9 @@ async def test_a_key_alone_says_who_pays_and_where_it_runs_whatever_headers_say(
         "x-headrace-engine": "narrow",
         "x-gateway-destination-endpoint": "127.0.0.1:1",
         "x-routing-strategy": "random",
+        "routing-strategy": "random",
+        "external-filter": "engine=narrow",
+        "x-label-filter": "engine=narrow",
         "x-headrace-priority": "interactive",
     }
     ids = [new_request_id() for _ in range(2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -170,6 +171,67 @@ async def test_an_answer_cut_at_a_stop_text_costs_what_its_usage_says(
     record = await only(telemetry, eventually)
     assert record.output_tokens == heard.finished[0].usage.completion_tokens
     assert record.attempts[0].output_tokens >= record.output_tokens
+
+
+class Meeting:
+    """An engine's script that after 5 tokens waits for `now`, and then ends the answer, its stream or both."""
+
+    def __init__(self) -> None:
+        self.now = asyncio.Event()
+        self.steps: tuple[str, ...] = ()
+        self.pause_s = 0.0
+
+    async def script(self, engine: Any, stream: Any, submit: Any) -> None:
+        if not submit.emitted_tokens:
+            for token in engine.rest(submit)[:5]:
+                stream.step({submit.slot: token})
+            await self.now.wait()
+        for what in ("end",) if submit.emitted_tokens else self.steps:  # one that has moved simply ends
+            if what == "end":
+                stream.step({}, stream.finish(submit.slot, "STOP"))
+            else:
+                stream.break_off()
+            await asyncio.sleep(self.pause_s)
+
+    async def ask(self, client: Any, leave_after_s: float | None) -> None:
+        """One request, whose client may leave when it has 5 tokens."""
+        self.now.clear()
+        tokens = 0
+        async with client.stream(max_tokens=40) as events:
+            async for event in events:
+                tokens += len(event.delta.token_ids)
+                if tokens < 5:
+                    continue
+                self.now.set()
+                if leave_after_s is not None:
+                    await asyncio.sleep(leave_after_s)
+                    return
+
+
+async def test_however_end_break_and_leaving_meet_all_is_given_back_exactly_once(
+    world: Any, telemetry: Any, eventually: Any, gauges: Any
+) -> None:
+    meeting = Meeting()
+    await limited(world, limits=Limits(max_concurrent_requests=1))
+    engines = [await world.engine(name, meeting.script) for name in ("e-1", "e-2")]
+    client = await world.gateway(**telemetry.settings)
+    cases = list(
+        product((("end",), ("break",), ("end", "break"), ("break", "end")), (0.0, 0.002), (None, 0.0, 0.001, 0.003))
+    )
+    for meeting.steps, meeting.pause_s, leave in cases:
+        await meeting.ask(client, leave)
+        await eventually(lambda: gauges()["in_flight"] == gauges()["open_slots"] == 0)
+
+    begun = [(submit.request_id, submit.attempt) for engine in engines for submit in engine.submits]
+    await eventually(lambda: set(begun) <= set(world.router.released))
+    assert len(world.router.released) == len(set(world.router.released))
+    await eventually(lambda: len(telemetry.usage) >= len(cases))
+    assert len({record.request_id for record in telemetry.usage}) == len(telemetry.usage) == len(cases)
+    meeting.now.clear()  # one permit, neither lost nor gained
+    async with client.stream(max_tokens=40) as events:
+        await anext(aiter(events))
+        with pytest.raises(Exhausted):
+            await client.generate(max_tokens=5)
 
 
 async def test_a_refused_request_leaves_no_record_and_reaches_no_engine(
