@@ -56,7 +56,9 @@ test: lint types  ## the whole suite: lint, types, unit, contract, end to end
 bench: install  ## beside other servers, then kernels, router, gateway (an hour on a quiet machine)
 	$(BIN)/python tests/bench/peers.py --precision bfloat16
 	$(BIN)/python tests/bench/peers.py --precision int8
+	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/native.py
+	$(BIN)/python tests/bench/step_cost.py
 	$(BIN)/python tests/bench/newcomer.py
 	$(BIN)/python tests/bench/speculation.py
 	$(BIN)/python tests/bench/router_place.py

@@ -186,6 +186,14 @@ def test_a_greedy_token_is_the_first_of_the_likeliest(tmp_path: Path) -> None:
         assert fused.token_id == whole.token_id == int(logprobs(whole).argmax())
 
 
+def test_a_step_has_room_for_any_number_of_sequences(tmp_path: Path) -> None:
+    backend = native(write_model(tmp_path / "model", MODELS["llama"]))
+    known = prompt_of(3)
+    alone = run(backend, piece(known))
+    assert run(backend, *(replace(piece(known), sequence_id=id, block_table=[id]) for id in range(200))) == alone * 200
+    assert run(backend, piece(known)) == alone
+
+
 def test_a_step_mixes_greedy_drawn_masked_and_silent_slices(tmp_path: Path) -> None:
     backend = native(write_model(tmp_path / "model", MODELS["llama"]))
     drawn = SamplingPlan(max_tokens=1, temperature=1.5, seed=4)

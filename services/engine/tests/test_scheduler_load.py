@@ -7,7 +7,7 @@ from functools import partial, reduce
 
 import pytest
 
-from headrace.engine.core.load import RESTED_S, LastLoad, Load, Rates, StepRecord, measured, smallest_chunk
+from headrace.engine.core.load import RESTED_S, LastLoad, Load, Meter, Rates, StepRecord, measured, smallest_chunk
 
 
 def rates(*records: StepRecord) -> Rates:
@@ -97,6 +97,15 @@ def test_an_engine_that_idles_after_a_full_batch_still_knows_what_a_small_one_ta
 def test_guesses_that_came_true_shorten_the_time_between_tokens() -> None:
     after = rates(StepRecord(duration_s=0.030, decodes=2, prefill_tokens=0, accepted=4))
     assert after.itl_s == pytest.approx(0.010)
+
+
+def test_a_meter_says_what_its_steps_say_one_by_one_whenever_it_is_asked() -> None:
+    meter, steps = Meter(smallest_chunk=32), []
+    for at in range(200):
+        steps.append(prefill(100, 0.050, decodes=at % 3) if at % 7 == 0 else decode(0.010 + at / 10_000))
+        meter.note(steps[-1])
+        if at in (0, 1, 70, 199):
+            assert meter.rates == rates(*steps)
 
 
 def test_a_rested_replica_says_its_start_s_rates_where_those_were_better() -> None:

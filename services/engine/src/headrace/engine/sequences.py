@@ -206,7 +206,10 @@ class Sequences:
 
 
 def _share(shares: dict[int, tuple[Owner, _News]], owner: Owner) -> _News:
-    return shares.setdefault(id(owner), (owner, _News()))[1]
+    known = shares.get(id(owner))
+    if known is None:
+        known = shares[id(owner)] = owner, _News()
+    return known[1]
 
 
 def _deliver(shares: dict[int, tuple[Owner, _News]]) -> None:

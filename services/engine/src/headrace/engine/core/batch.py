@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.engine.core.pacing import Pace, Pacer
@@ -47,20 +48,20 @@ class Batch:
         self.budget = max_tokens
         self.paced: Pace | None = None
         self._prefill_tokens = 0
-        # The earliest first token among the decodes of each class.
+        self._streams: list[Sequence] = []
+        # The earliest first token among the decodes of each class, once prompts are paced.
         self._rhythms: dict[Priority, float] = {}
 
     def decode(self, sequence: Sequence) -> None:
         """Add the one token that a decoding sequence lacks."""
         self._add(sequence, 1)
         self.decodes += 1
-        if sequence.first_token_at is not None:
-            priority = sequence.placement.priority
-            self._rhythms[priority] = min(self._rhythms.get(priority, math.inf), sequence.first_token_at)
+        self._streams.append(sequence)
 
     def pace(self, pacer: Pacer, prompts: int) -> None:
         """Bound what follows by time, too; `prompts` sequences want their prompt computed, now or soon."""
         if self.decodes and prompts:
+            self._rhythms = _rhythms(self._streams)
             self.paced = pacer.pace(decodes=self.decodes, prompts=prompts, most=self.budget)
 
     def room(self, sequence: Sequence) -> int:
@@ -100,3 +101,12 @@ class Batch:
                 prompt_length=sequence.prompt_length - sequence.emitted_tokens,
             )
         )
+
+
+def _rhythms(streams: Iterable[Sequence]) -> dict[Priority, float]:
+    rhythms: dict[Priority, float] = {}
+    for sequence in streams:
+        if sequence.first_token_at is not None:
+            priority = sequence.placement.priority
+            rhythms[priority] = min(rhythms.get(priority, math.inf), sequence.first_token_at)
+    return rhythms

@@ -6,6 +6,7 @@ replaced by a copy first.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 from itertools import islice
 
@@ -74,7 +75,8 @@ class KvMemory:
         """Give a sequence blocks for all of its known tokens; the `found` ones count as computed."""
         size = self.pool.block_size
         self.pool.hold(found)
-        sequence.block_table = found + self.pool.allocate(self.pool.blocks_for(len(sequence.token_ids)) - len(found))
+        sequence.block_table = array("i", found)
+        sequence.block_table.extend(self.pool.allocate(self.pool.blocks_for(len(sequence.token_ids)) - len(found)))
         sequence.num_computed_tokens = len(found) * size
         sequence.stored_blocks = len(found)
         if self._key is not None:
@@ -102,7 +104,7 @@ class KvMemory:
 
     def extend(self, sequence: Sequence, tokens: int) -> None:
         """Take blocks for the first `tokens` positions; NotEnoughBlocks when they are not free."""
-        sequence.block_table += self.pool.allocate(self.pool.blocks_for(tokens) - len(sequence.block_table))
+        sequence.block_table.extend(self.pool.allocate(self.pool.blocks_for(tokens) - len(sequence.block_table)))
 
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks behind the computed tokens: they hold guesses that did not come true."""
@@ -138,7 +140,7 @@ class KvMemory:
         """Give all blocks back; what they hold stays cached."""
         self._withdraw(sequence, sequence.announced_blocks)
         self.pool.free(sequence.block_table)
-        sequence.block_table = []
+        sequence.block_table = array("i")
         sequence.num_computed_tokens = sequence.stored_blocks = sequence.announced_blocks = 0
         sequence.forked = False
 

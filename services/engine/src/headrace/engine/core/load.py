@@ -13,6 +13,7 @@ _MEASURED_CHUNK = 32
 # between heartbeats.
 _NEWEST = 0.1
 RESTED_S = 5.0
+_MOST_UNREAD = 64
 _SHORTEST_CLASS = 64  # classes of prompts end at 64, 256, 1024, … tokens, those of batches at 1, 2, 4, … sequences
 
 
@@ -124,6 +125,32 @@ def measured(rates: Rates, record: StepRecord, *, smallest_chunk: int) -> Rates:
         prefill_tokens=_mean(rates.prefill_tokens, record.prefill_tokens),
         prefill_s=_mean(rates.prefill_s, record.duration_s - decode_s),
     )
+
+
+class Meter:
+    """The rates of all steps noted so far. They are reckoned when they are asked for: every step waits for `note`."""
+
+    def __init__(self, *, smallest_chunk: int) -> None:
+        self._smallest_chunk = smallest_chunk
+        self._rates = Rates()
+        self._unread: list[StepRecord] = []
+
+    def note(self, record: StepRecord) -> None:
+        """One more step."""
+        self._unread.append(record)
+        if len(self._unread) >= _MOST_UNREAD:
+            self._read()
+
+    @property
+    def rates(self) -> Rates:
+        """As `measured` has them, step by step."""
+        self._read()
+        return self._rates
+
+    def _read(self) -> None:
+        for record in self._unread:
+            self._rates = measured(self._rates, record, smallest_chunk=self._smallest_chunk)
+        self._unread.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ _REMEMBERED = 5
 # After so many steps with prompts one carries decodes alone. Otherwise a machine that has become slower meanwhile would
 # look like prompts that have become dearer. Costs a prompt 3 % of its time.
 _YARDSTICK_EVERY = 16
+_MOST_UNREAD = 64
 
 
 class PaceReason(Enum):
@@ -55,6 +56,7 @@ class Pacer:
         self._beside = _Latest()
         self._first_idea: float | None = None
         self._mixed = 0  # steps with decodes and prompts since the last one with decodes alone
+        self._unread: list[tuple[float, int, int]] = []
 
     def pace(self, *, decodes: int, prompts: int, most: int) -> Pace:
         """For a step with `decodes` streams, while `prompts` sequences want their prompt computed.
@@ -63,6 +65,7 @@ class Pacer:
         with twice as many prompts as streams a step may stretch twice as long. Example: 4 decodes take 10 ms alone, a
         prompt token costs 0.25 ms: at a stretch of 2.2 one or up to four prompts have 48 tokens, eight have 136.
         """
+        self._read()
         yardstick_s, token_s = self._yardstick_s(decodes), self._beside.median_s or self._first_idea
         if yardstick_s is None or token_s is None:
             return Pace(tokens=most, reason=PaceReason.UNMEASURED)
@@ -73,7 +76,20 @@ class Pacer:
         return Pace(tokens=min(most, tokens), reason=PaceReason.STRETCH, allowed_s=allowed_s)
 
     def note(self, *, duration_s: float, decodes: int, prefill_tokens: int) -> None:
-        """Learn from a computed step; one without a duration teaches nothing but that it was there."""
+        """Learn from a computed step; one without a duration teaches nothing but that it was there.
+
+        That happens when a pace is asked for: most steps have no prompts, and every step waits for this.
+        """
+        self._unread.append((duration_s, decodes, prefill_tokens))
+        if len(self._unread) >= _MOST_UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        for duration_s, decodes, prefill_tokens in self._unread:
+            self._learn(duration_s, decodes, prefill_tokens)
+        self._unread.clear()
+
+    def _learn(self, duration_s: float, decodes: int, prefill_tokens: int) -> None:
         self._mixed = self._mixed + 1 if decodes and prefill_tokens else 0
         if duration_s <= 0:
             return

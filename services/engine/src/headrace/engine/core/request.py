@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -56,7 +57,7 @@ class Sequence:
     trusted_guesses: int = 1  # how many are worth computing, as the newest ones fared
     # The memory's: its blocks; the hash chain of its tokens, root first; how many blocks of it are in the prefix cache;
     # how many it has announced to compute; the hash that somebody else is computing for it.
-    block_table: list[int] = field(default_factory=list)
+    block_table: array[int] = field(default_factory=lambda: array("i"))  # as the kernels want it: copied in each step
     prefix: list[bytes] = field(default_factory=list)
     stored_blocks: int = 0
     announced_blocks: int = 0
@@ -79,7 +80,8 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """One token is left to compute: the newest output token, or for a forked sequence the prompt's last."""
-        return (self.forked or self.num_computed_tokens >= self.prompt_length) and self.remaining_tokens == 1
+        computed = self.num_computed_tokens  # asked of every sequence in every step: no call within the call
+        return len(self.token_ids) - computed == 1 and (computed >= self.prompt_length or self.forked)
 
     @property
     def longest(self) -> int:

@@ -105,13 +105,13 @@ class Scheduler:
         """Decide the next step; its slices are empty when there is nothing to compute."""
         expired = self._expire(now)
         batch = Batch(self.limits.max_num_batched_tokens)
-        preempted = self._continue_decodes(batch)
+        preempted, prompts = self._continue_decodes(batch)
         if self.pacer is not None:
             batch.pace(self.pacer, self._prompts(batch.decodes))
-        for sequence in self.running:
+        for sequence in prompts:
             if not batch.budget:
                 break
-            if not sequence.decoding:  # its blocks were allocated when it was admitted
+            if sequence.state is State.RUNNING:  # its blocks were allocated when it was admitted
                 batch.prefill(sequence)
         admitted: list[int] = []
         hold = Hold.PREEMPTED if preempted else self._admit(batch, admitted, now)
@@ -220,14 +220,19 @@ class Scheduler:
         """How many sequences want their prompt computed: those at it, and those that wait and find a place."""
         return len(self.running) - decodes + min(len(self.waiting), self.limits.max_num_seqs - len(self.running))
 
-    def _continue_decodes(self, batch: Batch) -> list[int]:
+    def _continue_decodes(self, batch: Batch) -> tuple[list[int], list[Sequence]]:
         """One token for every decoding sequence, in order; the ids of those that lost their blocks for it.
 
-        The victim is the last of all that run, so it never has a slice or a copy yet.
+        The victim is the last of all that run, so it never has a slice or a copy yet. And those that ran and do not
+        decode, victims among them.
         """
         preempted: list[int] = []
+        prompts: list[Sequence] = []
         for sequence in list(self.running):
-            if sequence.state is not State.RUNNING or not sequence.decoding:
+            if sequence.state is not State.RUNNING:
+                continue
+            if not sequence.decoding:
+                prompts.append(sequence)
                 continue
             if self._memory.needs_block(sequence):
                 while not self.pool.free_blocks and sequence.state is State.RUNNING:
@@ -238,7 +243,7 @@ class Scheduler:
                 if copy is not None:
                     batch.copies.append(copy)
             batch.decode(sequence)
-        return preempted
+        return preempted, prompts
 
     def _preempt_last(self) -> int:
         victim = self.running.last
@@ -250,9 +255,11 @@ class Scheduler:
 
     def _admit(self, batch: Batch, admitted: list[int], now: float) -> Hold | None:
         """Start waiting sequences in order, until one has to wait for room; why the first that waits does so."""
+        if not self.waiting:
+            return None
         first: Hold | None = None
         started: list[Sequence] = []
-        attached = sum(len(s.followers) for s in self.running) if self.waiting else 0
+        attached = sum(len(s.followers) for s in self.running)
         for sequence in self.waiting:
             hold, found = self._hold(sequence, batch, len(self.running) + attached)
             if hold is None:

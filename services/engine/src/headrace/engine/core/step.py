@@ -14,7 +14,7 @@ from headrace.engine.core.sampling_plan import SamplingPlan
 __all__ = ["Computed", "Hold", "Likelihood", "Logprobs", "SequenceSlice", "StepOutcome", "StepPlan"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SequenceSlice:
     """The tokens of one sequence that one step computes.
 
@@ -22,7 +22,8 @@ class SequenceSlice:
     `start` are already in the blocks of `block_table`, which has room for the new ones: position p lives in block
     ``block_table[p // block_size]``, slot ``p % block_size``. `samples` is true when the slice reaches the end of the
     known tokens, so that the token at position ``start + len(token_ids)`` is wanted. The step owns `block_table`
-    until it returns; nobody may keep or change it.
+    until it returns; nobody may keep or change it. Nor does anybody change a slice: it is not frozen because there is
+    one per sequence and step, and making a frozen one takes three times as long (0.9 us, measured).
     """
 
     sequence_id: int
@@ -40,7 +41,7 @@ class SequenceSlice:
     drafted: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Computed:
     """What the backend made of one slice.
 
@@ -48,7 +49,7 @@ class Computed:
     prompt tokens that follow the slice's tokens: entry i belongs to position ``start + i + 1``; empty unless asked for.
     `problem` is set, and nothing else is, when this sequence cannot go on (its logits are not numbers, or nothing may
     be sampled): it ends with ERROR, its neighbours go on. `more` is what follows `token_id` when guesses came true:
-    ``more[i]`` was sampled after guess i, which is the token before it.
+    ``more[i]`` was sampled after guess i, which is the token before it. As unchanging as a slice, and as little frozen.
     """
 
     token_id: int | None = None

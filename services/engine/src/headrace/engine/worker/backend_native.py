@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 
 from headrace.base.errors import StartError
@@ -12,7 +11,7 @@ from headrace.engine.core.finish import Problem
 from headrace.engine.core.sampling_plan import SamplingPlan
 from headrace.engine.core.step import Computed, Logprobs, SequenceSlice
 from headrace.engine.kernels.cpu.library import KvFormat, Pool, Unavailable, chosen_isa, load_library
-from headrace.engine.kernels.cpu.model import HeadRow, NativeModel, block_bytes
+from headrace.engine.kernels.cpu.model import NativeModel, block_bytes
 from headrace.engine.layers.rules import have_rules
 from headrace.engine.layers.sampler import LEAST_TEMPERATURE, Sampler, prompt_logprobs
 from headrace.engine.packed.cache import NotNative, packed_model
@@ -99,33 +98,34 @@ class NativeBackend:
         """See Backend. Results are the same to the bit across batches, chunks and thread counts."""
         if not slices:
             return []
-        ends = list(accumulate(len(piece.token_ids) for piece in slices))
-        wanted: list[HeadRow] = []
-        likely: list[tuple[int, int]] = []  # slices that need no logits, and the first of their wanted rows
+        head_rows: list[int] = []
+        logits_rows: list[int] = []
+        likely: list[tuple[int, int]] = []  # slices that need no logits, and the first of their head rows
         draws: dict[int, Drawn] = {}
-        logit_rows = 0
-        for index, (end, piece) in enumerate(zip(ends, slices, strict=True)):
+        end = logit_rows = 0
+        for index, piece in enumerate(slices):
+            end += len(piece.token_ids)
             if not piece.samples:
                 continue
-            simple = _only_likeliest(piece.plan) and piece.sequence_id not in masks
-            if simple:
-                likely.append((index, len(wanted)))
+            count = 1 + piece.drafted
+            if _only_likeliest(piece.plan) and piece.sequence_id not in masks:
+                likely.append((index, len(head_rows)))
+                logits_rows += (-1,) * count
             else:
                 draws[index] = Drawn(piece=piece, row=logit_rows)
-            for row in range(end - 1 - piece.drafted, end):
-                wanted.append(HeadRow(row=row, logits=None if simple else logit_rows))
-                logit_rows += not simple
-        best, logits = self._model.step(slices, wanted)
+                logits_rows += range(logit_rows, logit_rows + count)
+                logit_rows += count
+            head_rows += range(end - count, end)
+        tokens, logits = self._model.step(slices, head_rows, logits_rows)
         results = [SILENT] * len(slices)
-        tokens = best.tolist()
         for index, first in likely:
             results[index] = greedy(slices[index], tokens[first : first + 1 + slices[index].drafted])
-        for index, computed in zip(draws, drawn(self._sampler, logits, tuple(draws.values()), masks), strict=True):
-            results[index] = computed
-        for index, piece in enumerate(slices):
-            if (most := piece.plan.prompt_logprobs) is not None:
-                first_row = ends[index] - len(piece.token_ids)
-                results[index] = self._with_prompt(piece, first_row, results[index], most)
+        if draws:
+            found = drawn(self._sampler, logits, tuple(draws.values()), masks)
+            for index, computed in zip(draws, found, strict=True):
+                results[index] = computed
+        if any(piece.plan.prompt_logprobs is not None for piece in slices):
+            self._add_prompts(slices, results)
         return results
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -133,19 +133,27 @@ class NativeBackend:
         for source, target in pairs:  # in order: a block may be the source of one pair and the target of a later one
             self._model.copy_block(source, target)
 
-    def _with_prompt(self, piece: SequenceSlice, first_row: int, computed: Computed, most: int) -> Computed:
-        """`computed` and the log-probabilities of the prompt tokens that follow the slice's, `most` of each.
+    def _add_prompts(self, slices: Sequence[SequenceSlice], results: list[Computed]) -> None:
+        first_row = 0
+        for index, piece in enumerate(slices):
+            results[index] = self._with_prompt(piece, first_row, results[index])
+            first_row += len(piece.token_ids)
+
+    def _with_prompt(self, piece: SequenceSlice, first_row: int, computed: Computed) -> Computed:
+        """`computed` and the log-probabilities of the prompt tokens that follow the slice's, if its plan asks for them.
 
         Logits are made a few rows at a time: those of 8,192 tokens would take 1.6 GB.
         """
-        if computed.problem is not None:
+        if piece.plan.prompt_logprobs is None or computed.problem is not None:
             return computed
         count = min(len(piece.token_ids), piece.prompt_length - 1 - piece.start)
         following = piece.known_token_ids[piece.start + 1 : piece.start + 1 + max(0, count)]
         found: list[Logprobs] = []
         for first in range(0, count, PROMPT_ROWS):
             rows = range(first_row + first, first_row + min(first + PROMPT_ROWS, count))
-            part = prompt_logprobs(self._model.logits(rows), following[first : first + PROMPT_ROWS], most)
+            part = prompt_logprobs(
+                self._model.logits(rows), following[first : first + PROMPT_ROWS], piece.plan.prompt_logprobs
+            )
             if isinstance(part, Problem):
                 return Computed(problem=part)
             found += part

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from headrace.engine.core.finish import Finish, FinishReason, Problem
-from headrace.engine.core.load import Rates, StepRecord, load, measured, smallest_chunk
+from headrace.engine.core.load import Meter, Rates, StepRecord, load, smallest_chunk
 from headrace.engine.core.request import Sequence
 from headrace.engine.core.sampling_plan import SamplingPlan
 from headrace.engine.core.scheduler import Scheduler
@@ -51,16 +51,20 @@ class StepLoop:
         *,
         clock: Callable[[], float],
     ) -> None:
-        self.rates = Rates()
         self.backend = backend
         self.limits = limits
         self._scheduler = scheduler
         self._grammars = grammars
         self._clock = clock
-        self._smallest_chunk = smallest_chunk(scheduler.limits.max_num_batched_tokens)
+        self._meter = Meter(smallest_chunk=smallest_chunk(scheduler.limits.max_num_batched_tokens))
         # Blocks that a fault took out of use: they belong to no sequence.
         self.occupied: list[int] = []
         self._load_due = -math.inf
+
+    @property
+    def rates(self) -> Rates:
+        """As measured by all steps so far."""
+        return self._meter.rates
 
     def warm_up(self) -> None:
         """Run the backend's slow first times, then one sequence through the whole loop, which measures the rates."""
@@ -113,11 +117,11 @@ class StepLoop:
         record = StepRecord(
             duration_s=ended_at - started_at,
             decodes=plan.decodes,
-            prefill_tokens=sum(len(piece.token_ids) for piece in plan.slices[plan.decodes :]),
+            prefill_tokens=_prefill_tokens(plan),
             accepted=outcome.accepted,
             longest_prefill=longest_prefill,
         )
-        self.rates = measured(self.rates, record, smallest_chunk=self._smallest_chunk)
+        self._meter.note(record)
         if self._scheduler.pacer is not None:
             self._scheduler.pacer.note(
                 duration_s=record.duration_s, decodes=record.decodes, prefill_tokens=record.prefill_tokens
@@ -126,15 +130,15 @@ class StepLoop:
 
     def _may_take_s(self, plan: StepPlan) -> float:
         """The longest that the prompt tokens of a step may take; 0 while their rate is unknown."""
-        tokens = sum(len(piece.token_ids) for piece in plan.slices[plan.decodes :])
-        rate = self.rates.prefill_tokens_per_s
+        tokens = _prefill_tokens(plan)
+        rate = self.rates.prefill_tokens_per_s if tokens else None
         return _PATIENCE * tokens / rate if rate else 0.0
 
     def _longest_prefill(self, plan: StepPlan) -> int:
         """Uncached tokens of the longest prompt that the step computes a chunk of; asked before any of them ends."""
-        chunks = {piece.sequence_id for piece in plan.slices[plan.decodes :]}
-        if not chunks:
+        if plan.decodes == len(plan.slices):
             return 0
+        chunks = {piece.sequence_id for piece in plan.slices[plan.decodes :]}
         return max((s.prompt_length - s.cached_tokens for s in self._scheduler.running if s.id in chunks), default=0)
 
     def _idle_s(self) -> float:
@@ -194,6 +198,10 @@ class StepLoop:
             for sequence_id in ids:
                 self._grammars.begin(sequence_id, plan.constraint, emitted)
         return refused
+
+
+def _prefill_tokens(plan: StepPlan) -> int:
+    return sum([len(piece.token_ids) for piece in plan.slices[plan.decodes :]])
 
 
 def _sequence(command: Submit, plan: SamplingPlan, index: int) -> Sequence:

@@ -26,13 +26,10 @@ class Drawn:
 def greedy(piece: SequenceSlice, likeliest: Sequence[int]) -> Computed:
     """`likeliest` are the tokens after the last known one and after each guess; -1 where logits are not numbers."""
     if not piece.drafted:
-        return Computed(token_id=likeliest[0]) if likeliest[0] >= 0 else Computed(problem=NOT_NUMBERS)
+        return _found(likeliest[0])
     guesses = _guesses(piece)
     true = next((i for i, guess in enumerate(guesses) if likeliest[i] != guess), len(guesses))
-    found = [
-        Computed(token_id=token) if token >= 0 else Computed(problem=NOT_NUMBERS) for token in likeliest[: true + 1]
-    ]
-    return _joined(found)
+    return _joined([_found(token) for token in likeliest[: true + 1]])
 
 
 def drawn(sampler: Sampler, logits: Floats, wanted: Sequence[Drawn], masks: Mapping[int, TokenMask]) -> list[Computed]:
@@ -50,6 +47,10 @@ def drawn(sampler: Sampler, logits: Floats, wanted: Sequence[Drawn], masks: Mapp
         turn = [i for i in turn if _guesses(wanted[i].piece)[depth : depth + 1] == [found[i][-1].token_id]]
         depth += 1
     return [_joined(tokens) for tokens in found]
+
+
+def _found(likeliest: int) -> Computed:
+    return Computed(token_id=likeliest) if likeliest >= 0 else Computed(problem=NOT_NUMBERS)
 
 
 def _guesses(piece: SequenceSlice) -> list[int]:

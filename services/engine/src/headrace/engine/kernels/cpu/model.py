@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +15,7 @@ from headrace.engine.kernels.cpu.library import Batch, KvFormat, Layer, Linear, 
 from headrace.engine.packed.file import PackedModel
 from headrace.engine.packed.layout import Matrix, matrices
 
-Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadRow:
-    """A row of the step whose next token is wanted; `logits` is the row of the result that its logits go to, if any."""
-
-    row: int
-    logits: int | None
 
 
 class NativeModel:
@@ -47,42 +37,43 @@ class NativeModel:
         self._frequencies = _inverse_frequencies(model)
         self._layers = self._make_layers()
         self._handle = self._library.hr_model_create(pool.handle, ctypes.byref(self._make_spec(num_blocks)))
+        # Made once: between two calls one core waits for this one, and Python's code is not in its caches.
+        self._batch = Batch()
+        self._batch_at = ctypes.byref(self._batch)
+        self._best = (ctypes.c_int32 * 64)()
+        self._no_logits = np.empty((0, self.config.vocab_size), dtype=np.float32)
 
     def close(self) -> None:
         """Free the working memory. The model must not be used any more."""
         self._library.hr_model_destroy(self._handle)
 
-    def step(self, slices: Sequence[SequenceSlice], wanted: Sequence[HeadRow]) -> tuple[Ints, Floats]:
-        """Compute `slices`; the likeliest tokens of the `wanted` rows (-1: no numbers), and the logits asked for."""
+    def step(
+        self, slices: Sequence[SequenceSlice], head_rows: Sequence[int], logits_rows: Sequence[int]
+    ) -> tuple[list[int], Floats]:
+        """Compute `slices`; the likeliest tokens after `head_rows` (-1: no numbers), and the logits asked for.
+
+        ``logits_rows[i]`` is the row of the result that the logits after ``head_rows[i]`` go to, -1 for none.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         first_row = [0]
-        tables: list[int] = []
+        tables = array("i")
         table_start: list[int] = []
         for piece in slices:
-            end = piece.start + len(piece.token_ids)
+            start = piece.start
             tokens += piece.token_ids
-            positions += range(piece.start, end)
             first_row.append(len(tokens))
+            end = start + len(piece.token_ids)
+            positions += range(start, end)
             table_start.append(len(tables))
-            tables += piece.block_table[: -(-end // self._block_size)]
-        head_rows = [head.row for head in wanted]
-        logits_row = [-1 if head.logits is None else head.logits for head in wanted]
-        logits = np.empty((len(wanted) - logits_row.count(-1), self.config.vocab_size), dtype=np.float32)
-        # One array for all of them: an array and its address cost 5 µs, which the second core waits for.
-        ints = np.array(
-            [*tokens, *positions, *first_row, *tables, *table_start, *head_rows, *logits_row, *head_rows],
-            dtype=np.int32,
-        )
-        columns = (tokens, positions, first_row, tables, table_start, head_rows, logits_row)
-        at = list(accumulate((4 * len(column) for column in columns), initial=ints.ctypes.data))
-        batch = Batch(
-            rows=len(tokens), slices=len(slices), head_count=len(wanted), tokens=at[0], positions=at[1],
-            first_row=at[2], tables=at[3], table_start=at[4], head_rows=at[5], logits_row=at[6],
-            logits=address(logits), best=at[7],
-        )  # fmt: skip
-        self._library.hr_step(self._handle, ctypes.byref(batch))
-        return ints[len(ints) - len(wanted) :], logits
+            tables.extend(piece.block_table[: -(-end // self._block_size)])
+        wanted = len(logits_rows) - logits_rows.count(-1)
+        logits = np.empty((wanted, self.config.vocab_size), dtype=np.float32) if wanted else self._no_logits
+        if len(head_rows) > len(self._best):
+            self._best = (ctypes.c_int32 * (2 * len(head_rows)))()
+        columns = (tokens, positions, first_row, table_start, head_rows, logits_rows)
+        self._call(columns, tables, len(slices), logits.ctypes.data if wanted else 0)
+        return self._best[: len(head_rows)], logits
 
     def logits(self, rows: range) -> Floats:
         """Logits after these rows of the last step, [rows, vocabulary]."""
@@ -94,6 +85,24 @@ class NativeModel:
     def copy_block(self, source: int, target: int) -> None:
         """Copy the keys and values of one block to another."""
         self._library.hr_copy_block(self._handle, source, target)
+
+    def _call(self, columns: tuple[Sequence[int], ...], tables: array[int], slices: int, logits_at: int) -> None:
+        """One native step; `columns` are those of hr_batch in its order, `tables` left out, in one piece of memory."""
+        # One array for all of them: an array and its address cost 5 us, which the second core waits for.
+        numbers = array("i", [number for column in columns for number in column])
+        tokens, positions, first_row, table_start, head_rows, _ = (len(column) for column in columns)
+        batch = self._batch
+        batch.rows, batch.slices, batch.head_count = tokens, slices, head_rows
+        at, _ = numbers.buffer_info()
+        batch.tokens = at
+        batch.positions = at = at + 4 * tokens
+        batch.first_row = at = at + 4 * positions
+        batch.table_start = at = at + 4 * first_row
+        batch.head_rows = at = at + 4 * table_start
+        batch.logits_row = at + 4 * head_rows
+        batch.tables, _ = tables.buffer_info()
+        batch.logits, batch.best = logits_at, ctypes.addressof(self._best)
+        self._library.hr_step(self._handle, self._batch_at)
 
     def _make_layers(self) -> ctypes.Array[Layer]:
         c = self.config
