@@ -1,8 +1,8 @@
 """What the suite costs beside its engine alone: ``.venv/bin/python tests/bench/overhead.py [--rounds 5]``.
 
 Both are started once and take turns of a few seconds, one frozen while the other answers, in the order A B B A …: the
-speed of a machine's memory drifts by more within a minute than the suite costs. Printed are, for 1, 8 and 32 streams, the
-ratio of throughputs and the difference of the median times to first token, as median and spread over the pairs.
+speed of a machine's memory drifts by more within a minute than the suite costs. Printed are, for 1, 8 and 32 streams,
+the ratio of throughputs and the difference of the median times to first token: median and spread over the pairs.
 """
 
 from __future__ import annotations
