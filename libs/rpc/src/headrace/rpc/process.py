@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ import uvloop
 from headrace.base import settings
 from headrace.base.errors import StartError
 from headrace.base.turns import stand_back, take_short_turns
+from headrace.rpc.garbage import collect_forever, set_aside, take_back
 
 log = structlog.get_logger(__name__)
 S = TypeVar("S")
@@ -69,7 +69,7 @@ def run(
         return 1
     finally:
         # gRPC's calls are cycles; a TLS connection found in one only at the interpreter's end makes that 2 s late.
-        gc.collect()
+        take_back()
 
 
 async def _live(service: str, app_type: Callable[[S], App], values: S) -> int:
@@ -86,6 +86,8 @@ async def _live(service: str, app_type: Callable[[S], App], values: S) -> int:
     except StartError:
         await _release(service, app)
         raise
+    set_aside()
+    collecting = asyncio.ensure_future(collect_forever())
     running = asyncio.ensure_future(app.run())
     status = 0
     if await _first(running, stop):
@@ -93,7 +95,9 @@ async def _live(service: str, app_type: Callable[[S], App], values: S) -> int:
         error = running.exception()
         log.error("service_failed", service=service, exc_info=error)
     await _cancel(running)
-    return await _drain(service, app, hurry, status)
+    status = await _drain(service, app, hurry, status)
+    await _cancel(collecting)
+    return status
 
 
 async def _release(service: str, app: App) -> None:
