@@ -38,7 +38,36 @@ def test_a_bound_of_zero_saturates_with_the_first_that_waits():
     assert allowance(Saturation(waiting=0.0), running=32, waiting=1) == 0
 
 
-@pytest.mark.parametrize("bounds", [{"waiting": -0.1}, {"waiting": math.nan}, {"pressure": 0.0}, {"pressure": 1.01}])
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"waiting": -0.1},
+        {"waiting": math.nan},
+        {"pressure": 0.0},
+        {"pressure": 1.01},
+        {"reserve": -0.1},
+        {"reserve": 0.51},
+        {"reserve": math.nan},
+    ],
+)
 def test_bounds_that_mean_nothing_are_refused(bounds: dict[str, float]):
     with pytest.raises(ValueError, match=r"saturation\."):
         Saturation(**bounds)
+
+
+@pytest.mark.parametrize(("seats", "kept"), [(1, 0), (3, 0), (4, 1), (8, 1), (32, 4), (33, 5)])
+def test_an_eighth_of_the_seats_is_the_reserve_but_none_of_fewer_than_four(seats: int, kept: int):
+    assert Saturation().reserved(seats) == kept
+    assert Saturation(reserve=0.0).reserved(seats) == 0
+
+
+def beyond_share(bounds: Saturation, **load: float) -> int:
+    usual = {"waiting": 0, "running": 0, "max_num_seqs": 32, "pressure": 0.0}
+    return bounds.allowance_beyond_share(**{**usual, **load})  # type: ignore[arg-type]
+
+
+def test_of_a_tenant_beyond_its_share_a_quarter_of_the_seats_may_wait_at_most():
+    assert beyond_share(Saturation()) == 32 + 8
+    assert beyond_share(Saturation(), running=32, waiting=8) == 0
+    assert beyond_share(Saturation(waiting=0.0), running=32) == 1
+    assert beyond_share(Saturation(), pressure=0.95) == 0

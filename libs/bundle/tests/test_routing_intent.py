@@ -20,7 +20,10 @@ def test_routing_and_tenants_come_back_as_they_were_written():
     written = a_deployment(
         tenants=["acme", "Zenith.2"],
         routing=Routing(
-            policy="least_loaded", freshness_s=2.0, slow_start_s=30.0, saturation=Saturation(waiting=0.5, pressure=0.9)
+            policy="least_loaded",
+            freshness_s=2.0,
+            slow_start_s=30.0,
+            saturation=Saturation(waiting=0.5, pressure=0.9, reserve=0.25),
         ),
     )
     assert decode(Deployment, encode(written)) == written
@@ -35,6 +38,7 @@ def test_routing_and_tenants_come_back_as_they_were_written():
         ({"routing": Routing(slow_start_s=-1.0)}, "routing.slow_start_s"),
         ({"routing": Routing(saturation=Saturation(waiting=-1.0))}, "routing.saturation.waiting"),
         ({"routing": Routing(saturation=Saturation(pressure=1.5))}, "routing.saturation.pressure"),
+        ({"routing": Routing(saturation=Saturation(reserve=0.6))}, "routing.saturation.reserve"),
         ({"tenants": ["acme", "no spaces"]}, "tenants[1]"),
     ],
 )

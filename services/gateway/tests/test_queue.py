@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+import uvloop
 
 from headrace.base.errors import DeadlinePassed, Exhausted, HeadraceError, Unavailable
 from headrace.gateway.core.fair_queue import Bounds, Ticket
@@ -168,8 +169,8 @@ async def test_cancelling_in_any_state_leaves_nothing_and_passes_the_turn_on(que
     assert len(queue) == 0
     assert waiting_in_metrics() == 0
     assert not queue._turns
-    assert queue._retry is None
-    assert queue._expiry is None
+    assert queue._retry.at == math.inf
+    assert queue._expiry.at == math.inf
 
 
 async def test_an_error_of_its_own_ends_one_request_and_the_next_has_its_turn(queue: RequestQueue) -> None:
@@ -268,3 +269,46 @@ async def test_every_one_of_many_that_come_and_go_is_placed_or_told_why() -> Non
     assert outcomes["placed"] >= 50
     assert len(queue) == 0
     assert waiting_in_metrics() == 0
+
+
+async def test_beside_others_a_tenant_beyond_its_share_waits_for_the_reserve_and_is_woken_when_an_answer_ends(
+    queue: RequestQueue,
+) -> None:
+    fleet = Fleet(free=4)
+    queue.note_fleet(seats=4, reserve=1)
+    held = [ticket("noisy") for _ in range(3)]
+    for each in held:
+        await queue.placed(each, fleet.asked_by("noisy"))
+        queue.note_taken(each)
+    await queue.placed(ticket("quiet"), fleet.asked_by("quiet"))
+    fleet.free = 1
+    asked = fleet.asked
+    tasks = await waiting(queue, fleet, ticket("noisy"))
+    assert fleet.asked == asked, "it does not even ask"
+    assert await queue.placed(ticket("quiet"), fleet.asked_by("quiet")) == "place of quiet"
+    fleet.free = 1
+    queue.note_room(held[0])
+    assert await ended(tasks) == ["place of noisy"]
+
+
+async def test_a_request_within_its_share_is_not_held_up_by_one_that_the_router_refused(queue: RequestQueue) -> None:
+    fleet = Fleet(free=0)
+    tasks = await waiting(queue, fleet, ticket("noisy"))
+    queue.note_fleet(seats=2, reserve=1)
+    taken = [ticket("noisy"), ticket("noisy")]
+    for each in taken:
+        queue.note_taken(each)
+    fleet.free = 1
+    assert await queue.placed(ticket("quiet"), fleet.asked_by("quiet")) == "place of quiet"
+    await cancelled(tasks)
+
+
+def test_waits_that_end_within_a_millisecond_of_each_other_end_on_the_gateway_s_own_loop() -> None:
+    async def all_of_them() -> list[str | BaseException]:
+        queue, fleet = RequestQueue(Bounds(max_requests=100)), Fleet(free=0)
+        late = [queue.placed(ticket(within_s=0.0002 * n), fleet.asked_by("a")) for n in range(1, 60)]
+        return await asyncio.gather(*late, return_exceptions=True)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        ended = runner.run(all_of_them())
+    assert {type(each) for each in ended} == {DeadlinePassed}

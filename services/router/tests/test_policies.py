@@ -169,6 +169,27 @@ def test_the_saturation_threshold_is_the_deployments_own(a_router, a_replica, an
     assert router.place(an_attempt(), 0.0).reason is Reason.SATURATED
 
 
+def test_of_a_tenant_beyond_its_share_next_to_nothing_waits_at_a_replica_and_the_answer_tells_the_reserve(
+    a_router, a_replica, an_attempt
+):
+    router = a_router()
+    router.observed(reading(a_replica("full", running=32, waiting=8), a_replica("small", max_num_seqs=4)), 0.0)
+    placed = router.place(an_attempt(beyond_share=True), 0.0)
+    assert {c.engine_id: c.verdict for c in placed.considered} == {"full": Verdict.SATURATED, "small": Verdict.CHOSEN}
+    assert (placed.seats, placed.reserve) == (36, 5)
+    router.observed(reading(a_replica("full", running=32, waiting=8), at=0.1), 0.1)
+    assert router.place(an_attempt("r2", beyond_share=True), 0.1).reason is Reason.SATURATED
+    assert isinstance(router.place(an_attempt("r3"), 0.1), Placed)
+
+
+def test_of_a_fleet_too_large_to_look_at_all_the_seats_told_are_those_of_all(a_router, a_replica, an_attempt):
+    router = a_router()
+    router.observed(reading(*(a_replica(f"e{n}", max_num_seqs=8) for n in range(160))), 0.0)
+    placed = router.place(an_attempt(), 0.0)
+    assert len(placed.considered) < 160
+    assert (placed.seats, placed.reserve) == (1280, 160)
+
+
 def test_a_fleet_without_fresh_replicas_reports_full_saturation_not_none(a_router, a_replica):
     router = a_router()
     router.observed(reading(a_replica("a")), 0.0)

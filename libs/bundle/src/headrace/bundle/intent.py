@@ -140,6 +140,7 @@ def saturation_of(routing: Routing) -> Saturation:
     return Saturation(
         waiting=bounds.waiting if bounds.HasField("waiting") else usual.waiting,
         pressure=bounds.pressure if bounds.HasField("pressure") else usual.pressure,
+        reserve=bounds.reserve if bounds.HasField("reserve") else usual.reserve,
     )
 
 

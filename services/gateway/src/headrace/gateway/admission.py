@@ -88,7 +88,7 @@ class Admission:
         tokens = len(prompt_ids) + max_tokens * (wanted.n or 1)
         reservation = await self.quotas.reserve(terms, call.request_id, tokens)
         least_s = self.means.settings.least_time_s
-        ticket = ticket_for(ask, principal, terms, len(prompt_ids), deadline, least_s=least_s)
+        ticket = ticket_for(ask, principal, terms, len(prompt_ids), deadline, least_s=least_s, sequences=wanted.n or 1)
         queue = self.queues.of(ask.model)
         account = self.ledger.open(
             request_id=call.request_id,

@@ -157,7 +157,10 @@ class Fleet:
         progress, question = answers[0], self._question(order, answers, number)
 
         async def ask() -> Placement:
-            return await self._asked(question, progress.trail.excluded, order.deadline)
+            question.beyond_share = number == 1 and order.queue.beyond_share(order.ticket)
+            found = await self._asked(question, progress.trail.excluded, order.deadline)
+            order.queue.note_fleet(found.seats, found.reserve)
+            return found
 
         with current_span("gateway.place", {"headrace.attempt": number}) as span:
             while True:

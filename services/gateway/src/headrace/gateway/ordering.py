@@ -64,7 +64,14 @@ def policy_request(
 
 
 def ticket_for(
-    ask: Ask, principal: Principal, terms: TenantTerms, prompt_tokens: int, deadline: Deadline, *, least_s: float
+    ask: Ask,
+    principal: Principal,
+    terms: TenantTerms,
+    prompt_tokens: int,
+    deadline: Deadline,
+    *,
+    least_s: float,
+    sequences: int,
 ) -> Ticket:
     """The request's place in the fair queue."""
     return Ticket(
@@ -75,6 +82,7 @@ def ticket_for(
         prompt_bytes=_TOKEN_BYTES * prompt_tokens,
         weight=terms.weight,
         least_s=least_s,
+        sequences=sequences,
     )
 
 

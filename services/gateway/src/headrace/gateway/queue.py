@@ -11,8 +11,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from headrace.base.alarm import Soonest
 from headrace.base.errors import DeadlinePassed, Exhausted, HeadraceError
 from headrace.gateway.core.fair_queue import Bounds, Ended, FairQueue, Ticket, Why
+from headrace.gateway.core.seats import Seats
 from headrace.observe.metrics import counter, gauge, histogram
 
 T = TypeVar("T")
@@ -36,11 +38,12 @@ class RequestQueue:
 
     def __init__(self, bounds: Bounds) -> None:
         self._fair = FairQueue(bounds)
+        self._seats = Seats()
         self._turns: dict[Ticket, asyncio.Future[Why | None]] = {}
         self._trying: Ticket | None = None
         self._rooms = 0
-        self._retry: asyncio.TimerHandle | None = None
-        self._expiry: asyncio.TimerHandle | None = None
+        self._retry = Soonest(self._grant)
+        self._expiry = Soonest(self._expire)
         self._placed_at: float | None = None
         self._interval_s: float | None = None
 
@@ -49,15 +52,22 @@ class RequestQueue:
         return len(self._fair)
 
     async def placed(self, ticket: Ticket, place: Place[T]) -> T:
-        """What `place` returns, called at once if nobody of this class or above waits, else in turn.
+        """What `place` returns, called at once if it overtakes nobody who may be placed now, else in turn.
 
         `place` asks once; with Exhausted SATURATED it is called again later, and whatever else it raises is raised
         here. Exhausted QUEUE_FULL or QUEUE_TIMEOUT with a hint, DeadlinePassed as soon as a place would be too late.
         """
-        if self._fair.may_pass(ticket.priority, time.monotonic()):
+        self._seats.came(ticket, time.monotonic())
+        try:
+            return await self._placed(ticket, place)
+        finally:
+            self._seats.left(ticket)
+
+    async def _placed(self, ticket: Ticket, place: Place[T]) -> T:
+        if self._may(ticket) and self._fair.may_pass(ticket.priority, time.monotonic(), self._may):
             rooms = self._rooms
             try:
-                place_found = await place()
+                place_found = await self._asked(place)
             except Exhausted as refusal:
                 if refusal.reason != SATURATED:
                     raise
@@ -68,8 +78,23 @@ class RequestQueue:
             return await self._in_turn(ticket, place, retry_s)
         return await self._in_turn(ticket, place, _MOST_RETRY_S)
 
-    def note_room(self) -> None:
+    def note_fleet(self, seats: int, reserve: int) -> None:
+        """A router said how many sequences the replicas run at once, and how many of those seats are kept free for
+        tenants within their share; 0 and 0 from one that does not know."""
+        self._seats.fleet(seats, reserve)
+
+    def beyond_share(self, ticket: Ticket) -> bool:
+        """Whether the request's tenant holds its fair share of the seats, or more, while others are about."""
+        return self._seats.beyond_share(ticket, time.monotonic())
+
+    def note_taken(self, ticket: Ticket) -> None:
+        """An attempt of a request is at a replica; `note_room` with the same ticket when it has left."""
+        self._seats.took(ticket)
+
+    def note_room(self, ticket: Ticket | None = None) -> None:
         """A request of this gateway left its replica: whoever is next may try at once."""
+        if ticket is not None:
+            self._seats.gave(ticket)
         self._rooms += 1
         self._grant()
 
@@ -90,7 +115,7 @@ class RequestQueue:
                     raise self._refusal(why)
                 rooms = self._rooms
                 try:
-                    place_found = await place()
+                    place_found = await self._asked(place)
                 except Exhausted as refusal:
                     if refusal.reason != SATURATED:
                         raise
@@ -107,6 +132,16 @@ class RequestQueue:
             waiting.dec()
             self._leave(ticket)
 
+    async def _asked(self, place: Place[T]) -> T:
+        self._seats.asks(1)
+        try:
+            return await place()
+        finally:
+            self._seats.asks(-1)
+
+    def _may(self, ticket: Ticket) -> bool:
+        return self._seats.may_take(ticket, time.monotonic())
+
     def _enter(self, ticket: Ticket, retry_s: float) -> asyncio.Future[Why | None]:
         """Begin to wait; the future of the ticket's first turn. Each grant replaces it by that of the next."""
         now = time.monotonic()
@@ -115,7 +150,7 @@ class RequestQueue:
                 raise self._refusal(ended.why)
             self._end(ended)
         turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
-        if self._trying is None and self._retry is None:
+        if self._trying is None:
             self._grant_in(retry_s)
         self._watch_expiry()
         return turn
@@ -134,12 +169,10 @@ class RequestQueue:
         """Give the turn to the head, unless somebody has it."""
         if self._trying is not None or not self._turns:
             return
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
-        if self._expiry is not None and self._expiry.when() <= time.monotonic():
+        self._retry.stop()
+        if self._expiry.at <= time.monotonic():
             self._expire()
-        head = self._fair.head(time.monotonic())
+        head = self._fair.head(time.monotonic(), self._may)
         if head is not None:
             self._trying = head
             turn, self._turns[head] = self._turns[head], asyncio.get_running_loop().create_future()
@@ -149,8 +182,8 @@ class RequestQueue:
     def _grant_in(self, delay_s: float) -> None:
         if delay_s <= 0:
             self._grant()
-        elif self._retry is None:
-            self._retry = asyncio.get_running_loop().call_later(delay_s, self._grant)
+        else:
+            self._retry.by(time.monotonic() + delay_s)
 
     def _retry_s(self, refusal: Exhausted, rooms: int) -> float:
         """When to try again: at once if there was room since, else when the router thinks so, within bounds."""
@@ -162,16 +195,11 @@ class RequestQueue:
     def _watch_expiry(self) -> None:
         """Look again when the next ticket's time will have passed."""
         due = self._fair.next_expiry()
-        if due is None or (self._expiry is not None and self._expiry.when() <= due):
-            return
-        if self._expiry is not None:
-            self._expiry.cancel()
-        self._expiry = asyncio.get_running_loop().call_at(due, self._expire)
+        if due is not None:
+            self._expiry.by(due)
 
     def _expire(self) -> None:
-        if self._expiry is not None:
-            self._expiry.cancel()
-            self._expiry = None
+        self._expiry.stop()
         for ended in self._fair.expire(time.monotonic()):
             self._end(ended)
         self._watch_expiry()
@@ -183,10 +211,8 @@ class RequestQueue:
             turn.set_result(ended.why)
 
     def _stop_timers(self) -> None:
-        for timer in (self._retry, self._expiry):
-            if timer is not None:
-                timer.cancel()
-        self._retry = self._expiry = None
+        self._retry.stop()
+        self._expiry.stop()
         self._placed_at = None
 
     def _pace(self, now: float) -> None:

@@ -58,6 +58,7 @@ class Usage:
         self._attempts += 1
         self._sending += 1
         self._account.attempt(number, engine_id, epoch)
+        self._queue.note_taken(self._ticket)
 
     def tokens(self, attempt: int, count: int) -> None:
         """An engine sent `count` more."""
@@ -76,7 +77,7 @@ class Usage:
         """An engine sends nothing more for it."""
         self._account.attempt_ended(attempt, outcome)
         self._sending -= 1
-        self._queue.note_room()
+        self._queue.note_room(self._ticket)
         self._settle()
 
     def _end(self, outcome: str) -> None:

@@ -44,12 +44,18 @@ _OUTCOMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A router's choice, and which router made it: it holds the booking."""
+    """A router's choice, and which router made it: it holds the booking.
+
+    All replicas that could serve it run `seats` sequences at once, of which a tenant beyond its fair share leaves
+    `reserve` free.
+    """
 
     engine: EngineAddress
     router: int
     estimated_s: float
     degraded: bool
+    seats: int = 0
+    reserve: int = 0
 
 
 class Routers:
@@ -82,6 +88,8 @@ class Routers:
                 router=index,
                 estimated_s=answer.estimate.total_s,
                 degraded=answer.degraded,
+                seats=answer.seats,
+                reserve=answer.reserve,
             )
         raise Unavailable("no router can be reached", reason=NO_ROUTER, retry_after_s=_NO_ROUTER_RETRY_S)
 

@@ -8,7 +8,7 @@ least is next. A tenant that comes back is lifted to the class's virtual time: h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -25,7 +25,8 @@ class Ticket:
     """One request that wants a place. Seconds on one monotonic clock.
 
     `prompt_tokens` are those expected to be computed (known cached ones left out), `prompt_bytes` what it holds in
-    memory. After `deadline_at` less `least_s`, which it takes at least once placed, a place is of no use.
+    memory. After `deadline_at` less `least_s`, which it takes at least once placed, a place is of no use. It takes
+    `sequences` seats.
     """
 
     tenant: str
@@ -35,6 +36,15 @@ class Ticket:
     prompt_bytes: int = 0
     weight: float = 1.0
     least_s: float = 0.0
+    sequences: int = 1
+
+
+May = Callable[[Ticket], bool]
+"""Whether a ticket may be placed now, whoever's turn it is."""
+
+
+def _anyone(ticket: Ticket) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +108,10 @@ class _Class:
             level = min((other.served for other in self.active.values()), default=self.virtual)
             flow.served = max(flow.served, self.virtual, level)
 
-    def next(self) -> Ticket | None:
-        """The oldest ticket of the flow that was served least; of equals the one that waits longest."""
-        flow = min(self.active.values(), key=lambda flow: flow.served, default=None)
+    def next(self, may: May) -> Ticket | None:
+        """The oldest ticket of the flow that was served least, of those that may; of equals who waits longest."""
+        flows = [flow for flow in self.active.values() if may(flow.waiting[0])]
+        flow = min(flows, key=lambda flow: flow.served, default=None)
         return flow.waiting[0] if flow else None
 
     def charge(self, ticket: Ticket, cost: float) -> None:
@@ -150,13 +161,15 @@ class FairQueue:
         """Whether it waits."""
         return ticket in self._entered
 
-    def may_pass(self, priority: Priority, now: float) -> bool:
-        """Whether a newcomer of this class may try without waiting: it overtakes nobody of its class or above, and
-        no class that is starving."""
+    def may_pass(self, priority: Priority, now: float, may: May = _anyone) -> bool:
+        """Whether a newcomer of this class may try without waiting: it overtakes nobody of its class who may, nobody
+        of a class above, and no class that is starving."""
         if not self._entered:
             return True
         waiting = self._waiting()
-        return waiting[0] < priority and self._starving(waiting, now) is None
+        if waiting[0] > priority or self._starving([each for each in waiting if each != priority], now) is not None:
+            return False
+        return waiting[0] < priority or self._classes[priority].next(may) is None
 
     def push(self, ticket: Ticket, now: float) -> tuple[Ended, ...]:
         """Let a ticket wait; returns those that ended by it: itself when refused, or others that made room.
@@ -184,13 +197,14 @@ class FairQueue:
         self._bytes += ticket.prompt_bytes
         return tuple(Ended(ticket=victim, why=Why.QUEUE_FULL) for victim in victims)
 
-    def head(self, now: float) -> Ticket | None:
-        """Whose turn it is; it keeps waiting until `placed` or `remove`. None when nobody waits."""
+    def head(self, now: float, may: May = _anyone) -> Ticket | None:
+        """Whose turn it is; it keeps waiting until `placed` or `remove`. None when nobody waits who may."""
         waiting = self._waiting()
         if not waiting:
             return None
         starving = self._starving(waiting[1:], now)
-        return self._classes[waiting[0] if starving is None else starving].next()
+        head = None if starving is None else self._classes[starving].next(may)
+        return head or self._classes[waiting[0]].next(may)
 
     def placed(self, ticket: Ticket, now: float) -> None:
         """A ticket, waiting or not, got a place; its tenant pays for the prompt."""

@@ -98,6 +98,7 @@ def attempt(request: pb.PlaceRequest) -> Attempt:
         hashes=_hashes(request),
         block_size=request.block_size,
         tenant=request.tenant,
+        beyond_share=request.beyond_share,
     )
 
 
@@ -142,6 +143,8 @@ def placed_message(placed: Placed, *, degraded: bool, brief: bool) -> pb.PlaceRe
         degraded=degraded,
         cached_tokens=placed.cached_tokens,
         policy=_POLICIES[placed.policy],
+        seats=placed.seats,
+        reserve=placed.reserve,
     )
     if placed.estimate is not None:
         _fill_estimate(message.estimate, placed.estimate)

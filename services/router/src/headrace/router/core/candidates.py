@@ -120,13 +120,17 @@ class Standings:
 
 @dataclass(slots=True, kw_only=True)
 class Survey:
-    """Everyone looked at for one attempt: candidates, and the others with what stands in their way."""
+    """Everyone looked at for one attempt: candidates, and the others with what stands in their way.
+
+    The fleet has `times` as many replicas as were looked at.
+    """
 
     attempt: Attempt
     rules: Rules
     candidates: list[Candidate]
     passed_over: list[Considered]
     sightings: Mapping[EngineId, Sighting]
+    times: float = 1.0
 
 
 def survey(
@@ -157,6 +161,8 @@ def survey(
         overlap = _overlap(seen, attempt, overlaps) if overlaps is not None else NO_OVERLAP
         ramp = ramp_of(seen, rules.slow_start_s, now) if rules.slow_start_s else 1.0
         standing, allowance = standings.of(seen, ramp, rules, attempt.sequences)
+        if attempt.beyond_share:
+            allowance = _beyond_share(seen, rules)
         uncached = attempt.prompt_tokens - overlap.cached_tokens
         candidates.append(
             Candidate(
@@ -171,6 +177,12 @@ def survey(
             )
         )
     return Survey(attempt=attempt, rules=rules, candidates=candidates, passed_over=passed_over, sightings=sightings)
+
+
+def _beyond_share(replica: Replica, rules: Rules) -> int:
+    return rules.saturation.allowance_beyond_share(
+        waiting=replica.waiting, running=replica.running, max_num_seqs=replica.max_num_seqs, pressure=replica.pressure
+    )
 
 
 def _overlap(replica: Replica, attempt: Attempt, overlaps: Overlaps) -> Overlapped:

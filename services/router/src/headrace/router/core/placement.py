@@ -36,7 +36,9 @@ class Reason(Enum):
 class Placed:
     """`replica` runs the attempt; `considered` holds every replica looked at, by id.
 
-    `estimate` is None when it is not measured and the policy does not ask for it.
+    `estimate` is None when it is not measured and the policy does not ask for it. All that could run it run `seats`
+    sequences at once, of which `reserve` are the replicas' reserves; of a fleet of which not all were looked at, as
+    many times as that.
     """
 
     replica: Replica
@@ -44,6 +46,8 @@ class Placed:
     estimate: Estimate | None
     considered: tuple[Considered, ...]
     cached_tokens: int = 0
+    seats: int = 0
+    reserve: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +86,15 @@ def decide(survey: Survey, chance: float) -> Decision:
 def placed(survey: Survey, chosen: Candidate) -> Placed:
     """The decision for one of the survey's candidates."""
     chosen.verdict = Verdict.CHOSEN
+    sizes = [candidate.replica.max_num_seqs for candidate in survey.candidates]
     return Placed(
         replica=chosen.replica,
         policy=survey.rules.policy,
         estimate=chosen.estimate if chosen.replica.rates else None,
         considered=_all_of(survey),
         cached_tokens=chosen.overlap.cached_tokens,
+        seats=round(survey.times * sum(sizes)),
+        reserve=round(survey.times * sum(map(survey.rules.saturation.reserved, sizes))),
     )
 
 

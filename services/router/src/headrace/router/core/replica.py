@@ -91,7 +91,8 @@ class Attempt:
     """One attempt to place one request; sizes are at least 1.
 
     `excluded` are lives of replicas, (engine id, epoch or ANY_EPOCH). `hashes` name the prompt's full blocks of
-    `block_size` tokens, in order; none: no reuse is counted. `max_tokens` are those of each of its `sequences`.
+    `block_size` tokens, in order; none: no reuse is counted. `max_tokens` are those of each of its `sequences`. One
+    `beyond_share` is of a tenant of which next to nothing may wait at a replica.
     """
 
     key: AttemptKey
@@ -105,6 +106,7 @@ class Attempt:
     hashes: Sequence[bytes] = ()
     block_size: int = 0
     tenant: str = ""
+    beyond_share: bool = False
 
     def excludes(self, replica: Replica) -> bool:
         """Whether this life of `replica` is excluded."""

@@ -85,9 +85,13 @@ class Router:
         cares = attempt.hashes and rules.policy is Policy.LEAST_COMPLETION_TIME
         overlaps = self.index.overlap(attempt.hashes, now) if cares else None
         fleet = self._fleet(attempt.deployment)
-        found = self._survey(self._looked_at(fleet, overlaps), attempt, rules, overlaps, now)
-        if not found.candidates and len(fleet) > LOOKED_AT:
-            found = self._survey(fleet, attempt, rules, overlaps, now)
+        looked_at = self._looked_at(fleet, overlaps)
+        found = self._survey(looked_at, attempt, rules, overlaps, now)
+        if len(fleet) > len(looked_at):
+            if found.candidates:
+                found.times = len(fleet) / len(looked_at)
+            else:
+                found = self._survey(fleet, attempt, rules, overlaps, now)
         if rules.policy is Policy.ROUND_ROBIN and found.candidates:
             self._take_turns(attempt.deployment, found)
         return found
