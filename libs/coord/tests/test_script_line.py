@@ -94,6 +94,25 @@ async def test_a_frozen_server_costs_one_wait_and_its_late_answers_meet_nobody(
         assert await line.call(b"key", [b"3"]) == [b"key", b"3"]
 
 
+async def test_the_oldest_question_is_given_up_in_time_though_others_keep_coming(
+    redis_server: EmbeddedRedis, freeze: Callable[[int], None]
+) -> None:
+    async with open_redis(redis_server.url) as redis:
+        line = ScriptLine(redis, ECHO, timeout_s=0.3)
+        await line.call(b"key", [b"1"])
+        freeze(redis_server.pid)
+        started = time.monotonic()
+        oldest = asyncio.create_task(line.call(b"key", [b"2"]))
+        others = []
+        while not oldest.done() and time.monotonic() - started < 5.0:
+            others.append(asyncio.create_task(line.call(b"key", [b"3"])))
+            await asyncio.wait({oldest}, timeout=0.02)
+        assert isinstance(oldest.exception(), exceptions.TimeoutError)
+        assert 0.25 < time.monotonic() - started < 2.0
+        ended = await asyncio.gather(*others, return_exceptions=True)
+        assert all(isinstance(error, (exceptions.TimeoutError, exceptions.ConnectionError)) for error in ended)
+
+
 async def test_the_connection_ends_with_its_client(shared_redis: EmbeddedRedis, redis: Redis) -> None:
     before = await connections(redis)
     async with open_redis(shared_redis.url) as client:

@@ -209,6 +209,14 @@ def test_a_new_replica_is_given_a_growing_share_and_what_was_there_first_is_not_
     assert router.slow_start.ramp(new, 0.0, 100.0) == 1.0
 
 
+def test_the_first_replica_of_a_board_that_was_empty_is_new(a_router, a_replica):
+    router = a_router(rules=Rules(freshness_s=10.0, slow_start_s=10.0))
+    router.observed(reading(), 0.0)
+    new = a_replica("new")
+    router.observed(reading(new, at=100.0), 100.0)
+    assert router.slow_start.ramp(new, 10.0, 100.0) == 0.1
+
+
 def test_a_new_replica_does_not_take_a_burst_beyond_its_share(a_router, a_replica, an_attempt):
     router = a_router(rules=Rules(freshness_s=10.0, slow_start_s=10.0))
     old, new = a_replica("old"), a_replica("new")

@@ -37,6 +37,17 @@ def test_a_redis_clock_set_back_does_not_make_a_known_heartbeat_younger(a_replic
     assert view.sightings[A].age_s(101.0) == pytest.approx(5.0)
 
 
+def test_a_reading_that_brings_nothing_new_leaves_the_sightings_as_they_are(a_replica):
+    a, b = a_replica(), a_replica(engine_id="b")
+    view = after_reading(View(), reading(100.0, (a, 0.25), (b, 0.125)))
+    again = after_reading(view, reading(100.5, (a, 0.75), (b, 0.5)))
+    assert again.sightings is view.sightings
+    assert (again.read_at, again.sightings[A].age_s(100.5)) == (100.5, 0.75)
+    assert after_reading(again, reading(101.0, (a, 1.25))).sightings.keys() == {A}
+    older = after_reading(again, reading(101.0, (a, 1.5), (b, 1.0)))
+    assert older.sightings[A].age_s(101.0) == 1.5, "no age is understated"
+
+
 def test_a_new_heartbeat_makes_a_replica_young_again(a_replica):
     view = after_reading(View(), reading(100.0, (a_replica(), 4.0)))
     view = after_reading(view, reading(101.0, (a_replica(sequence=2), 0.1)))

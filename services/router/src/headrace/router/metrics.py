@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter as Counted
 from functools import cache
+from operator import itemgetter
 
 from headrace.api.routing.v1 import routing_service_pb2 as pb
 from headrace.observe.metrics import counter, gauge, histogram
@@ -42,17 +44,17 @@ _RATIO = histogram(
     buckets=(0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0, 100.0),
 )
 
+_STATES = [(state, _REPLICAS.labels(state.value)) for state in State]
+_READ_OUTCOMES = {outcome: _READS.labels(outcome) for outcome in ("ok", "failed")}
+_VERDICT_OF = itemgetter(1)  # the second of a `Considered`
+
 _VIEW_AGE.set(math.nan)
 _shown: set[str] = set()  # deployments that have a saturation gauge: one whose replicas are gone must not keep its last
 
 
 def count_decision(decision: Decision, prompt_tokens: int, seconds: float) -> None:
     """One prompt's placement decided, in `seconds`."""
-    counts: dict[Verdict, int] = {}
-    for considered in decision.considered:
-        verdict = considered.verdict
-        counts[verdict] = counts.get(verdict, 0) + 1
-    for verdict, n in counts.items():
+    for verdict, n in Counted(map(_VERDICT_OF, decision.considered)).items():
         _verdict(verdict).inc(n)
     if isinstance(decision, Placed):
         _PLACED.inc()
@@ -94,7 +96,7 @@ def count_ejection() -> None:
 
 def count_read(outcome: str) -> None:
     """One read of the board: ``ok`` or ``failed``."""
-    _READS.labels(outcome).inc()
+    _READ_OUTCOMES[outcome].inc()
 
 
 def count_unreadable() -> None:
@@ -104,8 +106,8 @@ def count_unreadable() -> None:
 
 def show_view(router: Router, now: float, states: list[State]) -> None:
     """Set the gauges to what the router knows at `now`."""
-    for state in State:
-        _REPLICAS.labels(state.value).set(states.count(state))
+    for state, replicas in _STATES:
+        replicas.set(states.count(state))
     deployments = set(router.deployments())
     for deployment in deployments:
         _SATURATION.labels(deployment).set(saturation(router, deployment, now))

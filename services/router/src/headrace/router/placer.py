@@ -10,7 +10,6 @@ from headrace.coord.redis.booking_board import Answer, State
 from headrace.router.adapters.booker import Booker
 from headrace.router.core.candidates import Candidate, Survey
 from headrace.router.core.eligibility import Verdict
-from headrace.router.core.estimate import Booked
 from headrace.router.core.placement import Decision, Placed, Refused, refused
 from headrace.router.core.preference import ranked
 from headrace.router.core.replica import Attempt
@@ -114,7 +113,7 @@ def _news(found: Survey | Refused) -> tuple[str, bytes] | None:
 def _note(part: Sequence[Candidate], answer: Answer) -> None:
     for candidate, seen in zip(part, answer.seen, strict=True):
         state, age_s, sequences, tokens = seen
-        candidate.behind(Booked(sequences, tokens))
+        candidate.behind(sequences, tokens)
         if state is not State.FREE:
             # Another life is there by now, and has not been read yet.
             candidate.verdict = _VERDICTS.get(state, Verdict.NOT_READY)

@@ -12,7 +12,8 @@ from enum import Enum
 
 from redis.asyncio import Redis
 
-from headrace.coord.redis.store import redis_errors
+from headrace.coord.redis.script_line import ScriptLine
+from headrace.coord.redis.store import TIMEOUT_S, redis_errors
 
 KEY = "headrace:v1:replicas"
 RETENTION_S = 600
@@ -119,7 +120,8 @@ class ReplicaBoard:
 
     def __init__(self, redis: Redis) -> None:
         self._write = redis.register_script(_WRITE)
-        self._read = redis.register_script(_READ)
+        # The one that is called ten times a second for ever.
+        self._read = ScriptLine(redis, _READ, timeout_s=TIMEOUT_S)
         self._remove = redis.register_script(_REMOVE)
 
     async def write(self, engine_id: str, epoch: int, sequence: int, payload: bytes) -> Written:
@@ -132,7 +134,7 @@ class ReplicaBoard:
     async def read(self) -> Board:
         """Everything on the board; drops records older than RETENTION_S."""
         with redis_errors():
-            now, flat = await self._read(keys=[KEY], args=[RETENTION_S * 1_000_000])
+            now, flat = await self._read.call(KEY.encode(), [b"%d" % (RETENTION_S * 1_000_000)])
         unpacked = [_unpack(engine_id, packed) for engine_id, packed in zip(flat[::2], flat[1::2], strict=True)]
         records = sorted((r for r in unpacked if r is not None), key=lambda record: record.engine_id)
         return Board(now_us=int(now), records=tuple(records), malformed=len(unpacked) - len(records))

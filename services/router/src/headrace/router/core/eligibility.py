@@ -12,6 +12,8 @@ from headrace.router.core.rules import Policy, Rules
 class Verdict(Enum):
     """What became of one replica in one decision."""
 
+    __hash__ = object.__hash__  # Enum's own is written in Python, and decisions count verdicts
+
     CHOSEN = "chosen"
     SLOWER = "slower"
     SATURATED = "saturated"

@@ -20,6 +20,9 @@ SIBLING_TOKENS = 256
 are computed again within the noise, and spreading wins."""
 
 
+_new = tuple.__new__  # of a named tuple, without its own constructor, which takes as long again
+
+
 class Booked(NamedTuple):
     """What routers have sent to a replica that its heartbeat does not show yet."""
 
@@ -83,15 +86,29 @@ class Cost(NamedTuple):
     def at(self, booked: Booked) -> Estimate:
         """The estimate behind `booked`."""
         n, tokens = booked
-        room = self.room
-        itl = self.itl_s + self.growth_s * (n if n < room else room if room > 0 else 0)
-        missing_slots = (n - room) / self.full
-        missing_blocks = (tokens / self.block_size - self.spare_blocks) / self.total_blocks
+        (
+            ready_s,
+            token_s,
+            prefill_s,
+            itl_s,
+            growth_s,
+            room,
+            full,
+            later_tokens,
+            neighbour_tokens,
+            spare,
+            size,
+            total,
+            _,
+        ) = self
+        itl = itl_s + growth_s * (n if n < room else room if room > 0 else 0)
+        missing_slots = (n - room) / full
+        missing_blocks = (tokens / size - spare) / total
         missing = missing_slots if missing_slots > missing_blocks else missing_blocks
-        queue_s = self.ready_s + tokens * self.token_s
+        queue_s = ready_s + tokens * token_s
         if missing > 0:
-            queue_s += self.neighbour_tokens * itl * missing
-        return Estimate(queue_s, self.prefill_s, self.later_tokens * itl)
+            queue_s += neighbour_tokens * itl * missing
+        return _new(Estimate, (queue_s, prefill_s, later_tokens * itl))
 
     def crowding(self, booked: Booked) -> float:
         """Sequences that could not start, as a share of the batch; below 0 while there is room."""
@@ -148,23 +165,31 @@ def cost_of(
     context_limit, token_s, ready_s, step_s, growth_s, room, full = standing
     cached_tokens, on_their_way = overlap
     # At least one token is always computed: its logits are what the answer begins with.
-    uncached = max(1, attempt.prompt_tokens - cached_tokens)
-    answer_tokens = min(attempt.max_tokens, context_limit - attempt.prompt_tokens)
+    prompt_tokens = attempt.prompt_tokens
+    uncached = prompt_tokens - cached_tokens
+    if uncached < 1:
+        uncached = 1
+    answer_tokens = attempt.max_tokens
+    if answer_tokens > context_limit - prompt_tokens:
+        answer_tokens = context_limit - prompt_tokens
     tokens = replica.waiting_prefill_tokens + uncached + attempt.sequences
-    return Cost(
-        ready_s,
-        token_s,
-        prefill_s(rates, uncached),
-        step_s,
-        growth_s,
-        room,
-        full,
-        answer_tokens - 1,
-        answer_tokens if answer_tokens > TYPICAL_ANSWER_TOKENS else TYPICAL_ANSWER_TOKENS,
-        replica.free_blocks - -(-tokens // replica.block_size),
-        replica.block_size,
-        replica.total_blocks,
-        on_their_way * token_s if on_their_way >= SIBLING_TOKENS else 0.0,
+    return _new(
+        Cost,
+        (
+            ready_s,
+            token_s,
+            prefill_s(rates, uncached),
+            step_s,
+            growth_s,
+            room,
+            full,
+            answer_tokens - 1,
+            answer_tokens if answer_tokens > TYPICAL_ANSWER_TOKENS else TYPICAL_ANSWER_TOKENS,
+            replica.free_blocks - -(-tokens // replica.block_size),
+            replica.block_size,
+            replica.total_blocks,
+            on_their_way * token_s if on_their_way >= SIBLING_TOKENS else 0.0,
+        ),
     )
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from operator import itemgetter
 
 from headrace.router.core.candidates import Candidate, Considered, Survey
 from headrace.router.core.eligibility import Verdict
@@ -123,9 +124,12 @@ _ONLY = {
 _INCOMPATIBLE = {Verdict.OTHER_BUNDLE, Verdict.UNREADABLE, Verdict.NO_ADAPTER, Verdict.CONTEXT_TOO_SMALL}
 
 
+_BY_ID = itemgetter(0)  # the first of a `Considered`
+
+
 def _all_of(survey: Survey) -> tuple[Considered, ...]:
     words = [*survey.passed_over, *(c.considered() for c in survey.candidates)]
-    return tuple(sorted(words, key=lambda c: c.engine_id))
+    return tuple(sorted(words, key=_BY_ID))
 
 
 def _reason(verdicts: set[Verdict]) -> Reason:

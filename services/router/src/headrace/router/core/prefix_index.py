@@ -58,8 +58,7 @@ class PrefixIndex:
     def overlap(self, hashes: Sequence[bytes], now: float) -> Overlaps:
         """How much of the chain `hashes` each engine could reuse. What matched counts as just used."""
         self._predictions.expire(now)
-        self._predictions.spread(hashes)
-        cached, expected = walk(hashes, self._trusted, self._table.part_of_byte, self._predictions.masks)
+        cached, expected = walk(hashes, self._trusted, self._table.part_of_byte, self._predictions)
         if cached.depths:
             # The end first, so that it also leaves first: without its beginning a prefix is of no use.
             self._table.touch(reversed(hashes[: cached.depths[-1]]))
@@ -101,14 +100,14 @@ class PrefixIndex:
     ) -> None:
         """A request with this chain was just placed there: it will soon have all of it.
 
-        `known`: how many of the blocks `overlap` has just found cached there, which saves looking again.
+        `known`: how many of the blocks `overlap` has just found cached there, which saves looking at them again.
         """
         life = self._life(engine_id, epoch)
         if life is None or not life.trusted or not hashes:
             return
         self._predictions.expire(now)
-        if known is None:
-            known = self._table.prefix(life.slot, hashes)
+        # Never under a block that it has by now: the walk passes over those, and would not find the prediction.
+        known = (known or 0) + self._table.prefix(life.slot, hashes[known:] if known else hashes)
         if known < len(hashes):
             self._predictions.add(life.slot, hashes[-1], hashes[known:], now)
 

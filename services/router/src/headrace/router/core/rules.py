@@ -12,6 +12,8 @@ from headrace.base.saturation import Saturation
 class Policy(Enum):
     """How eligible replicas are preferred."""
 
+    __hash__ = object.__hash__  # Enum's own is written in Python
+
     LEAST_COMPLETION_TIME = "least_completion_time"
     LEAST_LOADED = "least_loaded"
     ROUND_ROBIN = "round_robin"

@@ -76,16 +76,20 @@ class View:
 
 
 def after_reading(view: View, reading: Reading) -> View:
-    """The view once `reading` has arrived."""
+    """The view once `reading` has arrived; with the same `sightings` when it brought nothing new."""
     now = reading.asked_at
-    sightings = {r.seen.engine_id: _sight(r, view.sightings.get(r.seen.engine_id), now) for r in reading.records}
+    known = view.sightings
+    sightings: Mapping[EngineId, Sighting]
+    sightings = read = {r.seen.engine_id: _sight(r, known.get(r.seen.engine_id), now) for r in reading.records}
     # Without an outage a missing record was removed on purpose. After one, Redis may have come back empty.
     back = view.degraded and view.read_at is not None
     rebuilding_until = now + REBUILD_S if back else view.rebuilding_until
     if now < rebuilding_until:
-        for engine_id, sighting in view.sightings.items():
-            if engine_id not in sightings and _may_return(sighting):
-                sightings[engine_id] = sighting
+        for engine_id, sighting in known.items():
+            if engine_id not in read and _may_return(sighting):
+                read[engine_id] = sighting
+    if len(read) == len(known) and all(known.get(i) is s for i, s in read.items()):
+        sightings = known
     return View(sightings=sightings, read_at=now, degraded=False, rebuilding_until=rebuilding_until)
 
 
@@ -98,6 +102,8 @@ def _sight(record: Record, known: Sighting | None, now: float) -> Sighting:
     written_at = now - max(0.0, record.age_s)
     if known and _heartbeat(known.seen) == _heartbeat(record.seen):
         # A Redis clock set back must not make a heartbeat that we already hold younger.
+        if written_at >= known.written_at and record.seen is known.seen and record.payload == known.payload:
+            return known
         written_at = min(written_at, known.written_at)
     return Sighting(seen=record.seen, written_at=written_at, payload=record.payload)
 
