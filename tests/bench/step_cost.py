@@ -4,7 +4,7 @@
 
 The step loop on the native backend of the shipped model (bfloat16), in this process, with a native call that computes
 nothing but reads as much memory as the weights take, since that is what the Python beside it finds its caches full of.
-Its events go through a real socket to a thread that drops them. Prints microseconds per step for each number of
+Its events go through a real socket to a process that drops them. Prints microseconds per step for each number of
 decoding sequences, the median step of the least disturbed round.
 """
 
@@ -15,10 +15,10 @@ import cProfile
 import ctypes
 import json
 import math
+import multiprocessing
 import pstats
 import socket
 import statistics
-import threading
 import time
 from typing import Any
 
@@ -89,8 +89,9 @@ def worker_cost(sequences: int, steps: int, profile: cProfile.Profile | None = N
         prompt = [id + at for at in range(PROMPT + id % 16)]  # no two end a block in the same step
         submit = Submit(sequence_id=id, token_ids=prompt, plan=plan, arrived_at=0.0, deadline_at=math.inf)
         theirs.sendall(encode(submit))
-    sink = threading.Thread(target=_drop, args=(theirs,), daemon=True)
+    sink = multiprocessing.get_context("spawn").Process(target=_drop, args=(theirs,), daemon=True)
     sink.start()
+    theirs.close()
     backend: Any = loop.backend
     model = getattr(backend, "_inner", backend)._model
     model._library = instant = Instant(model._library, steps, profile)

@@ -340,3 +340,22 @@ def test_a_token_that_completes_its_grammar_stops_the_answer() -> None:
     outcome = bench.scheduler.update(plan, [Computed(token_id=7, complete=True)], 0.0)
     assert [f.reason for f in outcome.finishes] == [FinishReason.STOP]
     assert list(outcome.token_ids) == [7]
+
+
+def test_a_step_in_which_nobody_came_or_went_is_the_one_that_would_be_decided_anew() -> None:
+    quick, slow = Bench(blocks=40, seqs=6), Bench(blocks=40, seqs=6)
+    rng = random.Random(7)
+    steady = 0
+    for id in range(1, 400):
+        at = rng.random()
+        for bench in (quick, slow):
+            if at < 0.12:
+                patience = math.inf if at < 0.08 else 9.0
+                bench.submit(10 * id, 3 + id % 9, 4 + id % 17, n=1 + id % 3, deadline_at=bench.now + patience)
+            elif at < 0.15 and bench.scheduler.running:
+                bench.collect(bench.scheduler.abort(bench.scheduler.running.last.id, bench.now))
+        steady += quick.scheduler._steady > 0
+        slow.scheduler._steady = 0
+        assert quick.step() == slow.step()
+    assert steady > 60
+    assert (quick.tokens, quick.finishes) == (slow.tokens, slow.finishes)

@@ -32,9 +32,12 @@ async def main(fault, keep_socket):
         end = client._transport.get_extra_info("socket").fileno()
         print("keeper", subprocess.Popen(["sleep", "60"], pass_fds=(end,)).pid, flush=True)
     client.submit([1, 2, 3], SamplingPlan(max_tokens=50), deadline=Deadline.after(60))
-    async for event in client.events():
+
+    def say(event):
         for token in event.token_ids:
             print("token", token, flush=True)
+
+    await client.follow(say)
 
 asyncio.run(main(*sys.argv[1:]))
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import structlog
@@ -30,13 +31,32 @@ _PRIORITIES = {
 
 
 class AttachSession:
-    """The state of one stream. `refusal` says why new submissions are refused, if they are."""
+    """The responses of one stream, to be iterated over and then closed (`aclose`), and the state behind them.
 
-    def __init__(self, sequences: Sequences, refusal: Callable[[], Problem | None]) -> None:
+    A class: a generator between a step and its write would cost as much as the queue. `welcome` raises when the stream
+    may not begin, `refusal` says why new submissions are refused, if they are; `sessions` holds this one while it
+    serves. Whatever ends the stream, the gateway's sequences end with it within one step.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        requests: AsyncIterator[pb.AttachRequest],
+        *,
+        welcome: Callable[[], pb.Welcome],
+        refusal: Callable[[], Problem | None],
+        sessions: set[AttachSession],
+    ) -> None:
         self._sequences = sequences
+        self._requests = requests
+        self._welcome = welcome
         self._refusal = refusal
+        self._sessions = sessions
         self._slots: dict[int, int] = {}  # slot → sequence id
-        self._outgoing: asyncio.Queue[pb.Step | None] = asyncio.Queue()
+        self._outgoing: deque[pb.AttachResponse | None] = deque()  # None: the end
+        self._wanted: asyncio.Future[None] | None = None
+        self._reading: asyncio.Future[None] | None = None  # None before the gateway's hello, and after the end
+        self._gateway = ""
         self._steps = 0
         self._failure: HeadraceError | None = None
 
@@ -53,44 +73,70 @@ class AttachSession:
         finishes: Sequence[tuple[int, Finish]],
     ) -> None:
         """Queue one step's news. The queue is bounded by the tokens its open sequences may still emit."""
-        for slot, _ in finishes:
-            self._slots.pop(slot, None)
-        step = pb.Step(slots=slots, token_ids=token_ids, finishes=[_finish_message(*finish) for finish in finishes])
-        step.logprobs.extend(pb.SlotLogprobs(slot=slot, logprobs=logprobs_message(one)) for slot, one in logprobs)
-        self._send(step)
+        self._steps += 1
+        response = pb.AttachResponse()
+        step = response.step  # filled in place: one made by itself would be copied
+        step.step = self._steps
+        step.slots.extend(slots)
+        step.token_ids.extend(token_ids)
+        if finishes:
+            for slot, _ in finishes:
+                self._slots.pop(slot, None)
+            step.finishes.extend(_finish_message(*finish) for finish in finishes)
+        if logprobs:
+            told = (pb.SlotLogprobs(slot=slot, logprobs=logprobs_message(one)) for slot, one in logprobs)
+            step.logprobs.extend(told)
+        self._send(response)
 
     def close(self) -> None:
         """End the stream from this side, after what is queued."""
-        self._outgoing.put_nowait(None)
+        self._send(None)
 
-    async def run(
-        self, requests: AsyncIterator[pb.AttachRequest], welcome: pb.Welcome
-    ) -> AsyncIterator[pb.AttachResponse]:
-        """Serve the stream; whatever ends it, the gateway's sequences end with it within one step."""
-        hello = await anext(aiter(requests), None)
+    def __aiter__(self) -> AttachSession:
+        return self
+
+    async def __anext__(self) -> pb.AttachResponse:
+        if self._reading is None:
+            return await self._begin()
+        while not self._outgoing:
+            self._wanted = asyncio.get_running_loop().create_future()
+            await self._wanted
+        response = self._outgoing.popleft()
+        if response is not None:
+            return response
+        if self._failure is not None:
+            raise self._failure
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """End what the stream began; may be called at any time, and twice."""
+        self._sessions.discard(self)
+        if self._reading is None:
+            return
+        GATEWAYS.dec()
+        self._reading.cancel()
+        self._reading = None
+        for sequence_id in self._slots.values():
+            self._sequences.abort(sequence_id)
+        log.info("gateway_detached", gateway=self._gateway, aborted=len(self._slots))
+
+    async def _begin(self) -> pb.AttachResponse:
+        welcome = self._welcome()
+        self._sessions.add(self)
+        hello = await anext(aiter(self._requests), None)
         if hello is None or hello.WhichOneof("message") != "hello":
             raise InvalidRequest("message", "the first message of an Attach stream must be hello")
         if hello.hello.epoch not in (0, welcome.epoch):
             raise StaleEpoch(f"this is epoch {welcome.epoch} of {welcome.engine_id}, not {hello.hello.epoch}")
-        log.info("gateway_attached", gateway=hello.hello.gateway_id)
+        self._gateway = hello.hello.gateway_id
+        log.info("gateway_attached", gateway=self._gateway)
         GATEWAYS.inc()
-        reading = asyncio.ensure_future(self._read(requests))
-        try:
-            yield pb.AttachResponse(welcome=welcome)
-            while (step := await self._outgoing.get()) is not None:
-                yield pb.AttachResponse(step=step)
-            if self._failure is not None:
-                raise self._failure
-        finally:
-            GATEWAYS.dec()
-            reading.cancel()
-            for sequence_id in self._slots.values():
-                self._sequences.abort(sequence_id)
-            log.info("gateway_detached", gateway=hello.hello.gateway_id, aborted=len(self._slots))
+        self._reading = asyncio.ensure_future(self._read())
+        return pb.AttachResponse(welcome=welcome)
 
-    async def _read(self, requests: AsyncIterator[pb.AttachRequest]) -> None:
+    async def _read(self) -> None:
         try:
-            async for request in requests:
+            async for request in self._requests:
                 kind = request.WhichOneof("message")
                 if kind == "submit":
                     self._submit(request.submit)
@@ -148,12 +194,13 @@ class AttachSession:
             )
             for slot in slots
         ]
-        self._send(pb.Step(finishes=finishes))
-
-    def _send(self, step: pb.Step) -> None:
         self._steps += 1
-        step.step = self._steps
-        self._outgoing.put_nowait(step)
+        self._send(pb.AttachResponse(step=pb.Step(step=self._steps, finishes=finishes)))
+
+    def _send(self, response: pb.AttachResponse | None) -> None:
+        self._outgoing.append(response)
+        if self._wanted is not None and not self._wanted.done():
+            self._wanted.set_result(None)
 
 
 def _placement(submit: pb.Submit) -> Placement:

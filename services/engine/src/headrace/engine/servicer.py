@@ -32,7 +32,7 @@ class EngineServicer(rpc.EngineServiceServicer):
         self._cache = cache
         self.tokenizer: Tokenizer | None = None
         self.vocab_size = 0
-        self.sessions: set[AttachSession] = set()
+        self.sessions: set[AttachSession] = set()  # those that serve
 
     def refusal(self) -> Problem | None:
         """Why new work is refused, if it is."""
@@ -40,22 +40,17 @@ class EngineServicer(rpc.EngineServiceServicer):
             return Problem(reason=ErrorReason.DRAINING, message="this replica is draining and takes nothing new")
         return WORKER_STALLED if self._heart.stalled else None
 
-    async def Attach(
+    def Attach(
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Any
     ) -> AsyncIterator[pb.AttachResponse]:
         """Serve one gateway's step stream."""
-        self._require_ready()
-        me = self._heart.identity
-        welcome = pb.Welcome(
-            engine_id=me.engine_id, epoch=me.epoch, bundle_digest=me.bundle_digest, vocab_size=self.vocab_size
+        return AttachSession(
+            self._sequences,
+            request_iterator,
+            welcome=self._welcome,
+            refusal=self.refusal,
+            sessions=self.sessions,
         )
-        session = AttachSession(self._sequences, self.refusal)
-        self.sessions.add(session)
-        try:
-            async for response in session.run(request_iterator, welcome):
-                yield response
-        finally:
-            self.sessions.discard(session)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """Text in, text out."""
@@ -80,6 +75,13 @@ class EngineServicer(rpc.EngineServiceServicer):
         """What this replica is and how it is doing; answers while warming, too."""
         shown = {k: str(v) for k, v in asdict(self._settings).items() if k not in _NOT_SHOWN}
         return pb.DescribeResponse(heartbeat=self._heart.message(), settings=shown)
+
+    def _welcome(self) -> pb.Welcome:
+        self._require_ready()
+        me = self._heart.identity
+        return pb.Welcome(
+            engine_id=me.engine_id, epoch=me.epoch, bundle_digest=me.bundle_digest, vocab_size=self.vocab_size
+        )
 
     def _require_ready(self) -> None:
         if self._heart.stalled:

@@ -54,7 +54,8 @@ class Batch:
 
     def decode(self, sequence: Sequence) -> None:
         """Add the one token that a decoding sequence lacks."""
-        self._add(sequence, 1)
+        self.budget -= 1
+        self.slices.append(decode_slice(sequence))
         self.decodes += 1
         self._streams.append(sequence)
 
@@ -101,6 +102,21 @@ class Batch:
                 prompt_length=sequence.prompt_length - sequence.emitted_tokens,
             )
         )
+
+
+def decode_slice(sequence: Sequence) -> SequenceSlice:
+    """The one token that a decoding sequence lacks."""
+    known = sequence.token_ids
+    return SequenceSlice(
+        sequence_id=sequence.id,
+        token_ids=known[-1:],
+        start=sequence.num_computed_tokens,
+        block_table=sequence.block_table,
+        samples=True,
+        plan=sequence.plan,
+        known_token_ids=known,
+        prompt_length=sequence.prompt_length - sequence.emitted_tokens,
+    )
 
 
 def _rhythms(streams: Iterable[Sequence]) -> dict[Priority, float]:

@@ -87,9 +87,9 @@ class KvMemory:
 
     def needs_block(self, sequence: Sequence) -> bool:
         """Whether the next token of a decoding sequence has no block that may be written."""
-        at = sequence.num_computed_tokens // self.pool.block_size
-        table = sequence.block_table
-        return at == len(table) or not self.pool.is_writable(table[at])
+        pool, table = self.pool, sequence.block_table
+        at = sequence.num_computed_tokens // pool.block_size
+        return at == len(table) or not pool.is_writable(table[at])
 
     def grow(self, sequence: Sequence) -> tuple[int, int] | None:
         """Take the block that `needs_block` asked for; the (from, to) to copy before the step if it holds tokens."""
@@ -128,7 +128,7 @@ class KvMemory:
     def store(self, sequence: Sequence) -> None:
         """Put the blocks whose tokens have all been computed into the prefix cache."""
         full = sequence.num_computed_tokens // self.pool.block_size
-        if self._key is None or full == sequence.stored_blocks:
+        if full == sequence.stored_blocks or self._key is None:
             return
         self._extend_chain(sequence, full)
         for at in range(sequence.stored_blocks, full):

@@ -17,12 +17,12 @@ _MOST_UNREAD = 64
 _SHORTEST_CLASS = 64  # classes of prompts end at 64, 256, 1024, … tokens, those of batches at 1, 2, 4, … sequences
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepRecord:
     """One computed step: how long it took and what was in it.
 
     `accepted` guesses came out of it beside one token per decode. `longest_prefill` is the uncached length of the
-    longest prompt of which it computed a chunk.
+    longest prompt of which it computed a chunk. Nobody changes a record: see `SequenceSlice`.
     """
 
     duration_s: float

@@ -110,15 +110,16 @@ class Sequence:
 
     def append(self, token_id: int, eos_ids: frozenset[int], now: float) -> FinishReason | None:
         """Add an output token; the reason if it is the last one, which then still belongs to the answer."""
-        self.token_ids.append(token_id)
+        tokens, plan = self.token_ids, self.plan
+        tokens.append(token_id)
         if self.first_token_at is None:
             self.first_token_at = now
         else:
             self.later_ms.append((now - self.newest_token_at) * 1000)
         self.newest_token_at = now
-        if token_id in self.plan.stop_token_ids or (token_id in eos_ids and not self.plan.ignore_eos):
+        if token_id in plan.stop_token_ids or (token_id in eos_ids and not plan.ignore_eos):
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.token_ids) >= self.longest else None
+        return FinishReason.LENGTH if len(tokens) - self.prompt_length >= plan.max_tokens else None
 
     def finish(self, reason: FinishReason, now: float, problem: Problem | None = None) -> Finish:
         """Its finish record at `now`."""

@@ -51,3 +51,15 @@ class SamplingPlan:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     constraint: ConstraintSpec | None = None
+    # Whether anything but a grammar's mask may change the logits: asked of every sequence in every step.
+    has_rules: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Look once at what each step would have to look at."""
+        rules = self.min_tokens > 0 or self.logit_bias or self.allowed_token_ids is not None or self.banned_token_ids
+        object.__setattr__(self, "has_rules", bool(rules) or self.penalises)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that were said before count."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
-from headrace.engine.core.batch import Batch, BatchLimits
+from headrace.engine.core.batch import Batch, BatchLimits, decode_slice
 from headrace.engine.core.block_pool import BlockPool
 from headrace.engine.core.cache_event import CacheEvent
 from headrace.engine.core.finish import ErrorReason, Finish, FinishReason, Problem
@@ -24,7 +24,7 @@ from headrace.engine.core.ngram import Speculation
 from headrace.engine.core.pacing import Pacer
 from headrace.engine.core.ranking import Ranking
 from headrace.engine.core.request import Sequence, State
-from headrace.engine.core.step import Computed, Hold, Logprobs, SequenceSlice, StepOutcome, StepPlan
+from headrace.engine.core.step import Computed, Hold, Logprobs, SequenceSlice, StepOutcome, StepPlan, is_usual
 
 __all__ = ["BatchLimits", "Scheduler"]
 
@@ -58,6 +58,9 @@ class Scheduler:
         # Room for the next block of some of those that run; without it an admission is undone by the next step.
         self.watermark = max(1, memory.pool.total_blocks // 100)
         self._guessing = None if speculation is None else Guessing(speculation, memory, self.watermark)
+        # So many steps more are the same decodes, each one token further in the same block, unless somebody comes or
+        # goes.
+        self._steady = 0
 
     @property
     def pool(self) -> BlockPool:
@@ -103,6 +106,10 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """Decide the next step; its slices are empty when there is nothing to compute."""
+        if self._steady and now < self._no_deadline_before:
+            self._steady -= 1
+            slices = tuple([decode_slice(sequence) for sequence in self.running])
+            return StepPlan(slices=slices, decodes=len(slices))
         expired = self._expire(now)
         batch = Batch(self.limits.max_num_batched_tokens)
         preempted, prompts = self._continue_decodes(batch)
@@ -118,6 +125,7 @@ class Scheduler:
         if self._guessing is not None and not preempted:
             running = len(self.running)
             self._guessing.extend(batch.slices, batch.decodes, self._sequences, running=running, budget=batch.budget)
+        self._steady = 0 if prompts or preempted or self.waiting or admitted else self._steps_in_block()
         return StepPlan(
             slices=tuple(batch.slices),
             decodes=batch.decodes,
@@ -142,6 +150,16 @@ class Scheduler:
                 continue
             if result.problem is not None:
                 finishes.append(self._end(sequence, FinishReason.ERROR, now, result.problem))
+                continue
+            if is_usual(piece, result) and not sequence.followers:
+                token_id: int = result.token_id  # type: ignore[assignment]  # else it would not be usual
+                sequence_ids.append(sequence.id)
+                token_ids.append(token_id)
+                reason = sequence.append(token_id, self._eos_ids, now)
+                sequence.num_computed_tokens += 1
+                self._memory.store(sequence)
+                if reason is not None:
+                    finishes.append(self._end(sequence, reason, now))
                 continue
             taken, reason, problem = self._append(sequence, (result, *result.more) if result.more else (result,), now)
             drafted += piece.drafted
@@ -207,6 +225,18 @@ class Scheduler:
         if waiting + count > self.limits.max_waiting:
             return Problem(reason=ErrorReason.QUEUE_FULL, message=f"{waiting} sequences are waiting already")
         return None
+
+    def _steps_in_block(self) -> int:
+        """How many steps of decodes come before one of those that run fills its block; 0 with guesses, which vary."""
+        if self._guessing is not None:
+            return 0
+        last = self.pool.block_size - 1
+        least = last
+        for sequence in self.running:
+            least = min(least, last - sequence.num_computed_tokens % self.pool.block_size)
+            if not least:
+                break
+        return least
 
     def _expire(self, now: float) -> tuple[Finish, ...]:
         if now < self._no_deadline_before:
@@ -340,6 +370,7 @@ class Scheduler:
 
     def _fork(self, sequence: Sequence) -> None:
         """Its prompt is computed: those attached to it go on from there, or wait when there is no place for them."""
+        self._steady = 0
         followers, sequence.followers = sequence.followers, []
         for follower in followers:
             follower.leader = None
@@ -355,6 +386,7 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence, followers: Seq[Sequence] = ()) -> None:
         """To its place among those that wait, and `followers` with it."""
+        self._steady = 0
         sequence.leader = None
         sequence.followers = list(followers)
         for follower in followers:
@@ -364,6 +396,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _end(self, sequence: Sequence, reason: FinishReason, now: float, problem: Problem | None = None) -> Finish:
+        self._steady = 0
         if sequence.leader is not None:
             sequence.leader.followers.remove(sequence)
             sequence.leader = None

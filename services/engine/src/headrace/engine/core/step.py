@@ -11,7 +11,7 @@ from headrace.engine.core.likelihood import Likelihood, Logprobs
 from headrace.engine.core.pacing import Pace
 from headrace.engine.core.sampling_plan import SamplingPlan
 
-__all__ = ["Computed", "Hold", "Likelihood", "Logprobs", "SequenceSlice", "StepOutcome", "StepPlan"]
+__all__ = ["Computed", "Hold", "Likelihood", "Logprobs", "SequenceSlice", "StepOutcome", "StepPlan", "is_usual"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,9 +72,9 @@ class Hold(Enum):
     PREFIX = "PREFIX"  # a running sequence is just computing the prefix it could share; those behind it pass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """What a step computes, and what was decided on the way.
+    """What a step computes, and what was decided on the way. As unchanging as a slice, and as little frozen.
 
     The first `decodes` of the `slices` are decodes, of one token and perhaps guesses; the others are prefill chunks.
     `copies` are pairs of blocks, (from, to), to copy in this order before the slices are computed. `preempted` and
@@ -93,12 +93,12 @@ class StepPlan:
     pace: Pace | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepOutcome:
     """What a step brought: ``sequence_ids[i]`` emitted ``token_ids[i]``; who ended; logprobs by sequence id.
 
     A sequence that emitted several tokens comes once for each, in order and without another in between; so do its
-    `logprobs`. Of the `drafted` guesses `accepted` became tokens of an answer.
+    `logprobs`. Of the `drafted` guesses `accepted` became tokens of an answer. As unchanging as a slice, too.
     """
 
     sequence_ids: Sequence[int]
@@ -107,3 +107,13 @@ class StepOutcome:
     logprobs: tuple[tuple[int, Logprobs], ...] = ()
     drafted: int = 0
     accepted: int = 0
+
+
+def is_usual(piece: SequenceSlice, result: Computed) -> bool:
+    """Whether this is a decode without guesses and its token, with nothing more to be said of either."""
+    return (
+        len(piece.token_ids) == 1
+        and result.token_id is not None
+        and not (piece.drafted or result.more or result.complete or result.prompt_logprobs)
+        and result.logprobs is None
+    )

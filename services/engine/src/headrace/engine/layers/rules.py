@@ -32,7 +32,7 @@ class Rules:
         self._ends = np.array(sorted(ends), dtype=np.intp)
         self._biased = np.array(list(plan.logit_bias), dtype=np.intp)
         self._bias = np.array(list(plan.logit_bias.values()), dtype=np.float32)
-        self._counts = TokenCounts(with_prompt=plan.repetition_penalty != 1.0) if _penalises(plan) else None
+        self._counts = TokenCounts(with_prompt=plan.repetition_penalty != 1.0) if plan.penalises else None
 
     def fit(self, plan: SamplingPlan, known: Sequence[int], prompt_length: int) -> bool:
         """Whether these rules were made for this sequence: a cheap check of what its unique id promises."""
@@ -113,17 +113,6 @@ class TokenCounts:
         self._times[place] += times
 
 
-def have_rules(plan: SamplingPlan) -> bool:
-    """Whether anything but a grammar's mask may change this plan's logits."""
-    return (
-        plan.min_tokens > 0
-        or bool(plan.logit_bias)
-        or plan.allowed_token_ids is not None
-        or bool(plan.banned_token_ids)
-        or _penalises(plan)
-    )
-
-
 def forbid_others(row: Floats, allowed: TokenBits) -> None:
     """Set to -inf what `allowed` has no bit for.
 
@@ -147,7 +136,3 @@ def _allowed_bits(plan: SamplingPlan, vocab_size: int) -> TokenBits | None:
         return allowed
     unbanned = ~bits_of(plan.banned_token_ids, vocab_size)
     return unbanned if allowed is None else allowed & unbanned
-
-
-def _penalises(plan: SamplingPlan) -> bool:
-    return plan.repetition_penalty != 1.0 or plan.frequency_penalty != 0.0 or plan.presence_penalty != 0.0

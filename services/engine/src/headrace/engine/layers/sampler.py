@@ -19,7 +19,7 @@ from headrace.engine.core.sampling_plan import SamplingPlan
 from headrace.engine.core.step import Computed, Logprobs, SequenceSlice
 from headrace.engine.layers.logprob import logprobs_of
 from headrace.engine.layers.noise import Floats, gumbel, loudest
-from headrace.engine.layers.rules import Rules, TokenBits, forbid_others, have_rules
+from headrace.engine.layers.rules import Rules, TokenBits, forbid_others
 from headrace.engine.layers.truncation import least_kept
 
 if TYPE_CHECKING:  # a worker on the native kernels never imports torch
@@ -81,7 +81,7 @@ class Sampler:
         if not math.isfinite(raw[best]):  # the largest of a row with a NaN is that NaN
             return Computed(problem=NOT_NUMBERS)
         row = raw
-        if have_rules(plan):
+        if plan.has_rules:
             rules = kept[piece.sequence_id] = self._rules_of(piece, len(raw))
             row = raw.copy()
             rules.apply(row, piece.known_token_ids, piece.prompt_length, mask)

@@ -12,7 +12,6 @@ from headrace.engine.core.sampling_plan import SamplingPlan
 from headrace.engine.core.step import Computed, Logprobs, SequenceSlice
 from headrace.engine.kernels.cpu.library import KvFormat, Pool, Unavailable, chosen_isa, load_library
 from headrace.engine.kernels.cpu.model import NativeModel, block_bytes
-from headrace.engine.layers.rules import have_rules
 from headrace.engine.layers.sampler import LEAST_TEMPERATURE, Sampler, prompt_logprobs
 from headrace.engine.packed.cache import NotNative, packed_model
 from headrace.engine.packed.file import PackedModel
@@ -21,7 +20,7 @@ from headrace.engine.worker.backend import TokenMask
 from headrace.engine.worker.config import KvCacheDtype, WorkerConfig
 from headrace.engine.worker.cores import usable_cores
 from headrace.engine.worker.first_step import blocks_within, warm_up
-from headrace.engine.worker.verification import Drawn, drawn, greedy
+from headrace.engine.worker.verification import Drawn, drawn, found, greedy
 
 __all__ = ["NativeBackend", "NotNative", "load_native_backend"]
 
@@ -98,6 +97,12 @@ class NativeBackend:
         """See Backend. Results are the same to the bit across batches, chunks and thread counts."""
         if not slices:
             return []
+        if not masks and all([_is_plain(piece) for piece in slices]):
+            tokens, _ = self._model.step(slices, range(len(slices)), [-1] * len(slices))
+            return [found(token) for token in tokens]
+        return self._execute(slices, masks)
+
+    def _execute(self, slices: Sequence[SequenceSlice], masks: Mapping[int, TokenMask]) -> list[Computed]:
         head_rows: list[int] = []
         logits_rows: list[int] = []
         likely: list[tuple[int, int]] = []  # slices that need no logits, and the first of their head rows
@@ -121,8 +126,8 @@ class NativeBackend:
         for index, first in likely:
             results[index] = greedy(slices[index], tokens[first : first + 1 + slices[index].drafted])
         if draws:
-            found = drawn(self._sampler, logits, tuple(draws.values()), masks)
-            for index, computed in zip(draws, found, strict=True):
+            sampled = drawn(self._sampler, logits, tuple(draws.values()), masks)
+            for index, computed in zip(draws, sampled, strict=True):
                 results[index] = computed
         if any(piece.plan.prompt_logprobs is not None for piece in slices):
             self._add_prompts(slices, results)
@@ -160,7 +165,13 @@ class NativeBackend:
         return replace(computed, prompt_logprobs=tuple(found))
 
 
+def _is_plain(piece: SequenceSlice) -> bool:
+    """Whether this is the usual decode, of which nothing but the likeliest token is wanted."""
+    plan = piece.plan
+    return len(piece.token_ids) == 1 and piece.samples and plan.prompt_logprobs is None and _only_likeliest(plan)
+
+
 def _only_likeliest(plan: SamplingPlan) -> bool:
     """Whether the plan's next token is the likeliest, whatever its logits are."""
     greedy = plan.temperature < LEAST_TEMPERATURE or plan.top_k == 1
-    return greedy and plan.logprobs is None and not have_rules(plan)
+    return greedy and plan.logprobs is None and not plan.has_rules

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from headrace.base.deadline import Deadline
 from headrace.base.errors import StartError
@@ -38,6 +38,10 @@ _EXIT_S = 5.0
 
 class WorkerDied(Exception):
     """The worker process ended by itself; the text says how, with the worker's own words if it had any."""
+
+
+def _failure(failed: Failed) -> str:
+    return f"the engine's worker failed: {failed.text}"
 
 
 def _ignore(silent_s: float) -> None:
@@ -133,25 +137,30 @@ class WorkerClient:
         self._send(Ping())
 
     def kill(self) -> None:
-        """End it at once, even if it is stopped; `events` raises WorkerDied."""
+        """End it at once, even if it is stopped; `follow` raises WorkerDied."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    async def events(self) -> AsyncIterator[StepEvent]:
-        """Every event from now on, for one reader; ends after `stop`, raises WorkerDied if the process dies by itself.
+    async def follow(self, take: Callable[[StepEvent], None]) -> None:
+        """Call `take` with every event from now on, as it comes, until `stop`; WorkerDied if the process just dies.
 
-        A reader that lags holds the worker back (the socket fills), it never loses an event.
+        `take` must not wait; what it raises is raised here. Nothing lies between it and the socket, so that it costs a
+        step no more than the call, and a `take` that is slow holds the worker back.
         """
-        while True:
-            try:
-                report = await self._receive()
-            except WorkerDied:
-                if self._stopping:
-                    return
-                raise
+        failed: list[Failed] = []
+
+        def note(report: Report) -> bool:
+            if isinstance(report, Failed):
+                failed.append(report)
+                return False
             self.on_report(report.may_take_s if isinstance(report, LongStep) else 0.0)
             if isinstance(report, StepEvent):
-                yield report
+                take(report)
+            return True
+
+        await self._inbox.follow(note)
+        if not self._stopping:
+            raise WorkerDied(_failure(failed[0]) if failed else await self._how_it_ended())
 
     async def stop(self, *, grace_s: float = 2.0) -> None:
         """End the worker now, whatever it is doing; sequences still in it are forgotten. May be called twice.
@@ -187,7 +196,8 @@ class WorkerClient:
     def _send(self, command: Command) -> None:
         if self._transport is None:
             raise RuntimeError("the worker has not been started")
-        self._transport.write(encode(command))
+        if not self._transport.is_closing():  # else there is nobody to tell, and whoever follows hears why
+            self._transport.write(encode(command))
 
     async def _receive(self) -> Report:
         """The next report; WorkerDied when there is none to come."""
@@ -195,7 +205,7 @@ class WorkerClient:
         if report is None:
             raise WorkerDied(await self._how_it_ended())
         if isinstance(report, Failed):
-            raise WorkerDied(f"the engine's worker failed: {report.text}")
+            raise WorkerDied(_failure(report))
         return report
 
     async def _how_it_ended(self) -> str:

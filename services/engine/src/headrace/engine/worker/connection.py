@@ -34,6 +34,8 @@ class Connection:
 
     def receive(self, wait_s: float) -> list[Command]:
         """Every command that has arrived; waits up to `wait_s` (may be infinite) for the first one."""
+        if not wait_s and not self._poll.poll(0):  # between two steps
+            return []
         wait_ms = None if math.isinf(wait_s) else math.ceil(min(max(wait_s, 0.0), _LONGEST_POLL_S) * 1000)
         commands: list[Command] = []
         while not commands and self._poll.poll(wait_ms):
@@ -47,4 +49,4 @@ class Connection:
             raise ShellGone from None
         if not data:
             raise ShellGone
-        return list(self._frames.feed(data))  # type: ignore[arg-type]  # the shell sends commands only
+        return self._frames.feed(data)  # type: ignore[return-value]  # the shell sends commands only

@@ -111,13 +111,13 @@ class StepLoop:
             self.backend.copy_blocks(plan.copies)
         results = self.backend.execute(plan.slices, self._grammars.masks(plan.slices))
         computed = self._grammars.settle(plan.slices, results)
-        longest_prefill = self._longest_prefill(plan)
+        prefill_tokens, longest_prefill = _prefill_tokens(plan), self._longest_prefill(plan)
         ended_at = self._clock()
         outcome = self._scheduler.update(plan, computed, ended_at)
         record = StepRecord(
             duration_s=ended_at - started_at,
             decodes=plan.decodes,
-            prefill_tokens=_prefill_tokens(plan),
+            prefill_tokens=prefill_tokens,
             accepted=outcome.accepted,
             longest_prefill=longest_prefill,
         )
@@ -163,7 +163,7 @@ class StepLoop:
             preemptions=len(plan.preempted),
             drafted=outcome.drafted,
             accepted=outcome.accepted,
-            cache_events=self._scheduler.take_cache_events(),
+            cache_events=self._scheduler.take_cache_events() if due else (),
         )
 
     def _take_grammars(self) -> list[Finish]:
@@ -201,7 +201,8 @@ class StepLoop:
 
 
 def _prefill_tokens(plan: StepPlan) -> int:
-    return sum([len(piece.token_ids) for piece in plan.slices[plan.decodes :]])
+    prompts = plan.slices[plan.decodes :]
+    return sum([len(piece.token_ids) for piece in prompts]) if prompts else 0
 
 
 def _sequence(command: Submit, plan: SamplingPlan, index: int) -> Sequence:

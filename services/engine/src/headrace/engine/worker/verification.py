@@ -23,18 +23,21 @@ class Drawn:
     row: int
 
 
+def found(token: int) -> Computed:
+    """The likeliest token; -1 where logits are not numbers."""
+    return Computed(token_id=token) if token >= 0 else Computed(problem=NOT_NUMBERS)
+
+
 def greedy(piece: SequenceSlice, likeliest: Sequence[int]) -> Computed:
-    """`likeliest` are the tokens after the last known one and after each guess; -1 where logits are not numbers."""
-    if not piece.drafted:
-        return _found(likeliest[0])
+    """`likeliest` are the tokens after the last known one and after each guess, as `found` takes them."""
     guesses = _guesses(piece)
     true = next((i for i, guess in enumerate(guesses) if likeliest[i] != guess), len(guesses))
-    return _joined([_found(token) for token in likeliest[: true + 1]])
+    return _joined([found(token) for token in likeliest[: true + 1]])
 
 
 def drawn(sampler: Sampler, logits: Floats, wanted: Sequence[Drawn], masks: Mapping[int, TokenMask]) -> list[Computed]:
     """One result per slice. All slices draw their first token together, then those whose first guess came true."""
-    found: list[list[Computed]] = [[] for _ in wanted]
+    answers: list[list[Computed]] = [[] for _ in wanted]
     turn, depth = list(range(len(wanted))), 0
     while turn:
         rows = [wanted[i].row + depth for i in turn]
@@ -43,14 +46,10 @@ def drawn(sampler: Sampler, logits: Floats, wanted: Sequence[Drawn], masks: Mapp
         pieces = [_after_guesses(wanted[i].piece, depth) for i in turn]
         computed = sampler.sample(part, pieces, {} if depth else masks)
         for i, token in zip(turn, computed, strict=True):
-            found[i].append(token)
-        turn = [i for i in turn if _guesses(wanted[i].piece)[depth : depth + 1] == [found[i][-1].token_id]]
+            answers[i].append(token)
+        turn = [i for i in turn if _guesses(wanted[i].piece)[depth : depth + 1] == [answers[i][-1].token_id]]
         depth += 1
-    return [_joined(tokens) for tokens in found]
-
-
-def _found(likeliest: int) -> Computed:
-    return Computed(token_id=likeliest) if likeliest >= 0 else Computed(problem=NOT_NUMBERS)
+    return [_joined(tokens) for tokens in answers]
 
 
 def _guesses(piece: SequenceSlice) -> list[int]:
@@ -71,5 +70,5 @@ def _after_guesses(piece: SequenceSlice, count: int) -> SequenceSlice:
     )
 
 
-def _joined(found: list[Computed]) -> Computed:
-    return replace(found[0], more=tuple(found[1:])) if len(found) > 1 else found[0]
+def _joined(tokens: list[Computed]) -> Computed:
+    return replace(tokens[0], more=tuple(tokens[1:])) if len(tokens) > 1 else tokens[0]

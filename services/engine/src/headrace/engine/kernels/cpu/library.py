@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
@@ -100,6 +101,10 @@ class Batch(ctypes.Structure):
         ("table_start", c_void_p), ("head_rows", c_void_p), ("logits_row", c_void_p), ("logits", c_void_p),
         ("best", c_void_p),
     ]  # fmt: skip
+
+
+# A Batch as one pack, for it is filled in every step: a field at a time would cost ten times as much.
+BATCH = struct.Struct("@4i9P")
 
 
 class Attention(ctypes.Structure):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engine.core.step import SequenceSlice
-from headrace.engine.kernels.cpu.library import Batch, KvFormat, Layer, Linear, ModelSpec, Pool, address
+from headrace.engine.kernels.cpu.library import BATCH, Batch, KvFormat, Layer, Linear, ModelSpec, Pool, address
 from headrace.engine.packed.file import PackedModel
 from headrace.engine.packed.layout import Matrix, matrices
 
@@ -41,6 +41,7 @@ class NativeModel:
         self._batch = Batch()
         self._batch_at = ctypes.byref(self._batch)
         self._best = (ctypes.c_int32 * 64)()
+        self._best_at = ctypes.addressof(self._best)
         self._no_logits = np.empty((0, self.config.vocab_size), dtype=np.float32)
 
     def close(self) -> None:
@@ -60,17 +61,19 @@ class NativeModel:
         tables = array("i")
         table_start: list[int] = []
         for piece in slices:
-            start = piece.start
-            tokens += piece.token_ids
+            start, token_ids, table = piece.start, piece.token_ids, piece.block_table
+            end = start + len(token_ids)
+            tokens += token_ids
+            positions += (start,) if end - start == 1 else range(start, end)
             first_row.append(len(tokens))
-            end = start + len(piece.token_ids)
-            positions += range(start, end)
             table_start.append(len(tables))
-            tables.extend(piece.block_table[: -(-end // self._block_size)])
+            blocks = -(-end // self._block_size)
+            tables.extend(table if blocks == len(table) else table[:blocks])
         wanted = len(logits_rows) - logits_rows.count(-1)
         logits = np.empty((wanted, self.config.vocab_size), dtype=np.float32) if wanted else self._no_logits
         if len(head_rows) > len(self._best):
             self._best = (ctypes.c_int32 * (2 * len(head_rows)))()
+            self._best_at = ctypes.addressof(self._best)
         columns = (tokens, positions, first_row, table_start, head_rows, logits_rows)
         self._call(columns, tables, len(slices), logits.ctypes.data if wanted else 0)
         return self._best[: len(head_rows)], logits
@@ -89,19 +92,18 @@ class NativeModel:
     def _call(self, columns: tuple[Sequence[int], ...], tables: array[int], slices: int, logits_at: int) -> None:
         """One native step; `columns` are those of hr_batch in its order, `tables` left out, in one piece of memory."""
         # One array for all of them: an array and its address cost 5 us, which the second core waits for.
-        numbers = array("i", [number for column in columns for number in column])
-        tokens, positions, first_row, table_start, head_rows, _ = (len(column) for column in columns)
-        batch = self._batch
-        batch.rows, batch.slices, batch.head_count = tokens, slices, head_rows
+        tokens, positions, first_row, table_start, head_rows, logits_rows = columns
+        numbers = array("i", [*tokens, *positions, *first_row, *table_start, *head_rows, *logits_rows])
+        rows = len(tokens)
         at, _ = numbers.buffer_info()
-        batch.tokens = at
-        batch.positions = at = at + 4 * tokens
-        batch.first_row = at = at + 4 * positions
-        batch.table_start = at = at + 4 * first_row
-        batch.head_rows = at = at + 4 * table_start
-        batch.logits_row = at + 4 * head_rows
-        batch.tables, _ = tables.buffer_info()
-        batch.logits, batch.best = logits_at, ctypes.addressof(self._best)
+        starts_at = at + 4 * (2 * rows + slices + 1)
+        heads_at = starts_at + 4 * slices
+        logits_row_at = heads_at + 4 * len(head_rows)
+        BATCH.pack_into(
+            self._batch, 0, rows, slices, len(head_rows), 0,
+            at, at + 4 * rows, at + 8 * rows, tables.buffer_info()[0], starts_at, heads_at, logits_row_at,
+            logits_at, self._best_at,
+        )  # fmt: skip
         self._library.hr_step(self._handle, self._batch_at)
 
     def _make_layers(self) -> ctypes.Array[Layer]:
