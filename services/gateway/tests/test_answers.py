@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from headrace.api.common.v1.sampling_pb2 import SamplingParams
 from headrace.api.inference.v1 import inference_service_pb2 as pb
 
@@ -29,6 +31,25 @@ async def test_an_answer_streams_as_started_deltas_finished(world: Any) -> None:
     assert (finished.engine_id, finished.attempts) == ("e-1", 1)
     assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (7, len(SAID) + 1)
     assert list(engine.submits[0].token_ids) == list(b"Say it.")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_client_hears_that_it_has_begun_while_the_engine_computes_the_prompt(world: Any, n: int) -> None:
+    heard = asyncio.Event()
+
+    async def long_prompt(engine: Any, stream: Any, submit: Any) -> None:
+        await heard.wait()
+        for slot in range(submit.slot, submit.slot + n):
+            stream.step({slot: ord("a")}, stream.finish(slot, "LENGTH"))
+
+    await world.engine("e-1", long_prompt)
+    client = await world.gateway()
+    kinds = []
+    async with client.stream(n=n) as events:
+        async for event in events:
+            kinds.append(event.WhichOneof("event"))
+            heard.set()
+    assert kinds == ["started", *["delta"] * n, "finished"]
 
 
 async def test_the_timings_add_up_and_have_a_gap_for_each_later_token(world: Any) -> None:

@@ -42,7 +42,11 @@ class Answer:
         return self._choices[0].finish_reason
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Started with the first news, deltas, finished when all have ended; raises what the client is to hear."""
+        """Started, deltas, finished when all have ended; raises what the client is to hear.
+
+        Started leaves while the engine computes the prompt: a message of its own just before the first token would
+        hold that up by a millisecond.
+        """
         started = False
         deltas = self._choices[0].deltas() if len(self._choices) == 1 else self._merged()
         async with aclosing(deltas) as news:
@@ -50,13 +54,14 @@ class Answer:
                 if not started:
                     started = True
                     yield self._start()
-                yield delta
+                if delta is not None:
+                    yield delta
         if not started:
             yield self._start()
         yield self._finished()
 
-    async def _merged(self) -> AsyncGenerator[answer_pb2.AnswerDelta, None]:
-        """All answers' deltas, as they come: submitted together, continued each by itself."""
+    async def _merged(self) -> AsyncGenerator[answer_pb2.AnswerDelta | None, None]:
+        """All answers' deltas, as they come: submitted together, continued each by itself. None once they are."""
         self._choices[0].require_time()
         attempts: list[Attempt] = []
         firsts: Sequence[Attempt | EngineFault]
@@ -64,6 +69,8 @@ class Answer:
             firsts = attempts = await self._fleet.begin(self._order, self._answers)
         except EngineFault as fault:
             firsts = [fault.again() for _ in self._choices]
+        else:
+            yield None
         merge = Merge()
         tasks = [
             asyncio.create_task(merge.follow(choice.deltas(first)))

@@ -86,10 +86,13 @@ class Choice:
         self.engine_id = ""
         self.finish_reason = FinishReason.UNSPECIFIED
 
-    async def deltas(self, first: Attempt | EngineFault | None = None) -> AsyncGenerator[answer_pb2.AnswerDelta, None]:
+    async def deltas(
+        self, first: Attempt | EngineFault | None = None
+    ) -> AsyncGenerator[answer_pb2.AnswerDelta | None, None]:
         """Attempt after attempt until the answer ends; what one has emitted, the next continues.
 
-        `first` is the first attempt, or what came of it, where it was made together with the other answers'.
+        None whenever an engine has been given it, then what that emits. `first` is the first attempt, or what came of
+        it, where it was made together with the other answers'.
         """
         try:
             while self.finish_reason is FinishReason.UNSPECIFIED:
@@ -98,6 +101,7 @@ class Choice:
                     attempt = await self._attempt(first)
                     with attempt.held():
                         self.engine_id = attempt.engine_id
+                        yield None
                         async with aclosing(self._follow(attempt)) as deltas:
                             async for delta in deltas:
                                 yield delta

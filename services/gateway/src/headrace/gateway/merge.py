@@ -16,11 +16,12 @@ class Merge:
         self._pending: dict[int, AnswerDelta] = {}
         self._news = asyncio.Event()
 
-    async def follow(self, deltas: AsyncGenerator[AnswerDelta, None]) -> None:
+    async def follow(self, deltas: AsyncGenerator[AnswerDelta | None, None]) -> None:
         """Collect one answer's deltas until it ends."""
         async with aclosing(deltas) as news:
             async for delta in news:
-                self._add(delta)
+                if delta is not None:
+                    self._add(delta)
 
     async def deltas(self, tasks: Sequence[asyncio.Task[None]]) -> AsyncGenerator[AnswerDelta, None]:
         """Whatever `tasks`, which run `follow`, have collected, until all have ended; the first failure is raised."""

@@ -53,9 +53,7 @@ class Exchange:
         """Answer; raises what the client is to hear."""
         events = self.admission.answer(self.kind.name, body, self._parse, self.call)
         async with aclosing(events):
-            # Headers leave with the first token: whatever fails before it has a status of its own.
-            started = await anext(events)
-            view = self.kind.view(await self._head(started))
+            view = self.kind.view(await self._head(await anext(events)))
             await (self._stream if self._asked.stream else self._collect)(events, view, reply)
 
     def _parse(self, body: bytes) -> Ask:
@@ -90,13 +88,16 @@ class Exchange:
 
     async def _stream(self, events: AsyncGenerator[Event, None], view: View, reply: Reply) -> None:
         """Each event leaves at once; while the client is slow, the answer's deltas merge behind it."""
+        # Headers leave with the first token: whatever fails before it has a status of its own.
+        event: Event | None = await anext(events)
         await reply.begin()
         await reply.events(view.opening())
-        async for event in events:
+        while event is not None:
             if isinstance(event, answer_pb2.AnswerDelta):
                 await reply.events(view.delta(event))
             elif isinstance(event, answer_pb2.AnswerFinished):
                 await reply.events(view.ends(event))
+            event = await anext(events, None)
         await reply.done()
 
     async def _collect(self, events: AsyncGenerator[Event, None], view: View, reply: Reply) -> None:
