@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from headrace.api.control.v1.intent_pb2 import ApiKey, Issuer, Tenant
+from headrace.api.control.v1.intent_pb2 import ApiKey, Deployment, Issuer, Tenant
 from headrace.base.errors import StartError
 from headrace.bundle import intent, keys
 from headrace.cli.intent import etcd_client
@@ -166,3 +166,20 @@ def test_an_issuer_is_accepted_listed_and_taken_away(headrace: Run, server: Embe
 def test_keys_that_anybody_on_the_way_could_replace_are_refused(headrace: Run, jwks: str) -> None:
     args = ("issuer", "set", "sso", "--issuer", "i", "--audience", "a", "--jwks", jwks)
     assert "jwks: must be an https:// URL" in headrace(*args, fails=True)
+
+
+def test_a_deployment_is_for_the_tenants_named_until_it_is_for_all_and_can_be_deleted(
+    headrace: Run, server: EmbeddedEtcd
+) -> None:
+    made = headrace("apply", "--name", "m", "--replicas", "0", "--tenant", "acme", "--shared-prefixes")
+    assert made.endswith(", for acme only, prefixes shared among its tenants")
+    stored_now = read(server, keys.deployment_key("m"), Deployment)
+    assert (list(stored_now.tenants), stored_now.shared_prefixes) == (["acme"], True)
+    wrong = headrace("apply", "--name", "m", "--tenant", "a", "--all-tenants", fails=True)
+    assert "--tenant and --all-tenants exclude each other" in wrong
+    opened = headrace("apply", "--name", "m", "--all-tenants", "--own-prefixes")
+    assert "only" not in opened
+    assert "shared" not in opened
+    assert headrace("delete", "m").startswith("deleted: m;")
+    assert read(server, keys.deployment_key("m"), Deployment) is None
+    assert "there is no deployment 'm'; there are: none" in headrace("delete", "m", fails=True)

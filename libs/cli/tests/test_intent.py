@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from headrace.api.control.v1 import intent_pb2
-from headrace.base.errors import InvalidRequest, StartError
+from headrace.base.errors import InvalidRequest, NotFound, StartError
 from headrace.bundle import intent, keys
 from headrace.bundle.bundle import describe, digest
 from headrace.bundle.shipped import shipped_model_path
 from headrace.cli.intent import (
     Wanted,
     apply,
+    delete,
     etcd_client,
     kept_key,
     other_deployments,
@@ -151,3 +152,26 @@ async def test_a_change_keeps_what_other_commands_have_written(etcd: EtcdClient)
     changed = await apply(etcd, Wanted(deployment="m", replicas=3))
     assert (list(changed.tenants), changed.shared_prefixes, changed.routing.policy) == (["acme"], True, "least_loaded")
     assert changed.replicas == 3
+
+
+async def test_a_deployment_is_closed_to_some_tenants_and_opened_again(etcd: EtcdClient) -> None:
+    written = await apply(etcd, Wanted(deployment="m", tenants=["zenith", "acme", "acme"], shared_prefixes=True))
+    assert (list(written.tenants), written.shared_prefixes) == (["acme", "zenith"], True)
+    written = await apply(etcd, Wanted(deployment="m", replicas=2))
+    assert (list(written.tenants), written.shared_prefixes) == (["acme", "zenith"], True)
+    written = await apply(etcd, Wanted(deployment="m", tenants=[], shared_prefixes=False))
+    assert (list(written.tenants), written.shared_prefixes, written.replicas) == ([], False, 2)
+    with pytest.raises(InvalidRequest, match=r"tenants\[0\]"):
+        await apply(etcd, Wanted(deployment="m", tenants=["no spaces"]))
+
+
+async def test_a_deleted_deployment_is_gone_its_bundle_stays_and_another_is_refused_by_name(etcd: EtcdClient) -> None:
+    written = await apply(etcd, Wanted(deployment="m"))
+    await apply(etcd, Wanted(deployment="other"))
+    with pytest.raises(NotFound, match="no deployment 'n'; there are: m, other"):
+        await delete(etcd, "n")
+    assert await delete(etcd, "m") == written
+    assert await etcd.get(keys.deployment_key("m")) is None
+    assert await etcd.get(keys.bundle_key(written.bundle_digest)) is not None
+    await etcd.put(keys.deployment_key("other"), b"no JSON")
+    assert (await delete(etcd, "other")).name == "other"

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from headrace.api.control.v1 import intent_pb2
-from headrace.base.errors import InvalidRequest, StartError, Unavailable
+from headrace.base.errors import InvalidRequest, NotFound, StartError, Unavailable
 from headrace.bundle import intent, keys
 from headrace.bundle.bundle import describe, digest
 from headrace.bundle.shipped import shipped_model_path
@@ -27,7 +27,8 @@ class Wanted:
     """What the user wants served.
 
     None keeps what the deployment has; of a new deployment it means one replica of the model that ships, in float32,
-    with the engine's own settings.
+    with the engine's own settings, open to all tenants, each of which meets its own cached prefixes only. No `tenants`
+    (empty, not None) opens it to all.
     """
 
     deployment: str = DEFAULT_DEPLOYMENT
@@ -36,6 +37,8 @@ class Wanted:
     backend: str | None = None
     engine_settings: Mapping[str, str] | None = None
     precision: str | None = None
+    tenants: Sequence[str] | None = None
+    shared_prefixes: bool | None = None
 
 
 async def apply(etcd: EtcdClient, wanted: Wanted, *, bundle: intent_pb2.Bundle | None = None) -> intent_pb2.Deployment:
@@ -91,7 +94,27 @@ def _changed(before: intent_pb2.Deployment, wanted: Wanted, bundle: intent_pb2.B
     if wanted.engine_settings is not None:
         after.engine_settings.clear()
         after.engine_settings.update(wanted.engine_settings)
+    if wanted.tenants is not None:
+        after.tenants[:] = sorted(set(wanted.tenants))
+    if wanted.shared_prefixes is not None:
+        after.shared_prefixes = wanted.shared_prefixes
     return after
+
+
+async def delete(etcd: EtcdClient, name: str) -> intent_pb2.Deployment:
+    """Delete a deployment; returns what it was. Its bundle stays: others may serve it, and it may come back.
+
+    NotFound when there is none, with the names of those there are.
+    """
+    found = await etcd.get(keys.deployment_key(name))
+    if found is None:
+        there = [keys.name_in(key, keys.DEPLOYMENTS) for key in (await etcd.range(keys.DEPLOYMENTS)).entries]
+        raise NotFound(f"there is no deployment {name!r}; there are: {', '.join(sorted(there)) or 'none'}")
+    await etcd.delete(keys.deployment_key(name))
+    try:
+        return intent.decode(intent_pb2.Deployment, found.value)
+    except InvalidRequest:
+        return intent_pb2.Deployment(name=name)  # one that cannot be read can still be deleted
 
 
 async def other_deployments(etcd: EtcdClient, name: str) -> list[str]:
@@ -164,7 +187,21 @@ async def apply_and_say(endpoints: Sequence[str], wanted: Wanted) -> None:
     """`apply`, and print what was written."""
     async with etcd_client(endpoints) as etcd:
         deployment = await apply(etcd, wanted)
-    print(f"wanted: {deployment.replicas} x {deployment.name}, bundle {deployment.bundle_digest}")
+    print(
+        f"wanted: {deployment.replicas} x {deployment.name}, bundle {deployment.bundle_digest}{_for_whom(deployment)}"
+    )
+
+
+def _for_whom(deployment: intent_pb2.Deployment) -> str:
+    tenants = f", for {', '.join(deployment.tenants)} only" if deployment.tenants else ""
+    return tenants + (", prefixes shared among its tenants" if deployment.shared_prefixes else "")
+
+
+async def delete_and_say(endpoints: Sequence[str], name: str) -> None:
+    """`delete`, and print what ends by it."""
+    async with etcd_client(endpoints) as etcd:
+        deployment = await delete(etcd, name)
+    print(f"deleted: {name}; its {deployment.replicas} replicas finish their answers and end (see headrace status)")
 
 
 async def setup(endpoints: Sequence[str], wanted: Wanted, key_file: Path) -> None:

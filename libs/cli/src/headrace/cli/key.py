@@ -38,7 +38,10 @@ def create(
     deployment: Annotated[list[str] | None, typer.Option(help="Allow only this deployment; may be repeated.")] = None,
     role: Annotated[
         list[str] | None,
-        typer.Option(help="user (ask; the default) or operator (see usage and audit of all tenants); may be repeated."),
+        typer.Option(
+            help="user (asks models, sees its tenant's usage and audit; the default) or operator (sees those of all "
+            "tenants; asks models only with both); may be repeated."
+        ),
     ] = None,
     priority: Annotated[
         str, typer.Option(help="The highest class its requests may have: batch, standard or interactive.")

@@ -270,12 +270,29 @@ def apply_command(
     backend: KeptBackend = None,
     precision: KeptPrecision = None,
     engine: EngineSettings = None,
+    tenant: Annotated[
+        list[str] | None, typer.Option(help="Open it to this tenant and no others but those named; may be repeated.")
+    ] = None,
+    all_tenants: Annotated[
+        bool, typer.Option("--all-tenants", help="Open it to all tenants (a new deployment is).")
+    ] = False,
+    shared_prefixes: Annotated[
+        bool | None,
+        typer.Option(
+            "--shared-prefixes/--own-prefixes",
+            help="Let its tenants reuse each other's cached prompt beginnings: faster, but a tenant can tell from the "
+            "time an answer takes whether another has sent the same beginning. Own: each meets its own (default).",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Make or change a deployment, e.g. `headrace apply --replicas 2`; what is left out stays as it is.
 
     Written to etcd (HEADRACE_ETCD_ENDPOINTS, else the running stack's); the controller makes it so.
     """
     with plain_errors("apply"):
+        if tenant and all_tenants:
+            raise StartError("--tenant and --all-tenants exclude each other")
         settings = _engine_settings(engine) if engine else None
         wanted = Wanted(
             deployment=name,
@@ -284,9 +301,24 @@ def apply_command(
             backend=backend,
             engine_settings=settings,
             precision=precision,
+            tenants=[] if all_tenants else tenant or None,
+            shared_prefixes=shared_prefixes,
         )
         endpoints = etcd_endpoints(Home.default())
     run("apply", intent_command.apply_and_say(endpoints, wanted))
+
+
+@app.command("delete")
+def delete_command(
+    name: Annotated[str, typer.Argument(help="The deployment; `headrace status` lists those there are.")],
+) -> None:
+    """Delete a deployment: new requests for it are refused at once, running answers finish, then its replicas end.
+
+    Its bundle stays in etcd; `headrace apply --name NAME --model …` makes the deployment anew.
+    """
+    with plain_errors("delete"):
+        endpoints = etcd_endpoints(Home.default())
+    run("delete", intent_command.delete_and_say(endpoints, name))
 
 
 @app.command("setup")

@@ -77,6 +77,7 @@ class Admission:
     ) -> tuple[Order, tuple[int, ...], Usage]:
         """Who asks, whether that may be asked, and its share of the tenant's limits; nothing waits after that."""
         principal = await self.identity.authenticate(call.metadata)
+        principal.require_user()
         terms = self.tenants.terms(principal.tenant)
         ask = parse(request)
         deadline = Deadline(call.deadline.at - _REPLY_RESERVE_S)

@@ -26,6 +26,7 @@ from headrace.gateway.core.budget import RetryBudget
 from headrace.gateway.core.fair_queue import Bounds
 from headrace.gateway.core.quarantine import Quarantine
 from headrace.gateway.fleet import Fleet
+from headrace.gateway.http.books import Books
 from headrace.gateway.http.edge import HttpEdge, HttpSettings
 from headrace.gateway.identity.identity import Identity
 from headrace.gateway.identity.tenants import Tenants
@@ -100,7 +101,7 @@ class GatewayApp:
         self._server.add(add_InferenceServiceServicer_to_server, InferenceServicer(admission), FULL_NAME)
         self.address = await self._server.start()
         if settings.http_address:
-            self._http = HttpEdge(_http_settings(settings), admission)
+            self._http = HttpEdge(_http_settings(settings), admission, Books(settings.telemetry_address))
             self.http_address = await self._http.start()
 
     async def run(self) -> None:

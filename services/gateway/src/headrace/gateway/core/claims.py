@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.gateway.core.principal import OPERATOR, Principal, Priority
+from headrace.gateway.core.principal import OPERATOR, USER, Principal, Priority
 from headrace.gateway.core.refusal import Refusal
 
-USER = "user"
 _KNOWN_ROLES = frozenset({USER, OPERATOR})
 _TENANT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 

@@ -14,7 +14,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 from headrace.base.errors import HeadraceError, InternalError, NotFound, Unavailable
 from headrace.gateway import metrics
 from headrace.gateway.admission import Admission
+from headrace.gateway.core.principal import Principal
 from headrace.gateway.http.answering import CHAT, COMPLETION, Exchange, Kind
+from headrace.gateway.http.books import Books
 from headrace.gateway.http.errors import HttpError, failure_of
 from headrace.gateway.http.incoming import (
     Disconnected,
@@ -35,6 +37,7 @@ log = structlog.get_logger(__name__)
 _MODELS = "/v1/models"
 _MODEL = "/v1/models/"
 _ASKED = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+_USAGE, _AUDIT = "/v1/usage", "/v1/audit"
 _CLIENT_LEFT = 499
 _CREATED = 0
 """Deployments have no date of their own; OpenAI's clients require the field."""
@@ -52,8 +55,9 @@ class Limits:
 class HttpApp:
     """An ASGI application over one admission. While `refusing`, new requests are told to come back."""
 
-    def __init__(self, admission: Admission, limits: Limits) -> None:
+    def __init__(self, admission: Admission, books: Books, limits: Limits) -> None:
         self._admission = admission
+        self._books = books
         self._limits = limits
         self.in_flight = 0
         self.refusing = False
@@ -83,6 +87,10 @@ class HttpApp:
     def _route(self, path: str) -> tuple[str, Callable[[_Request, Reply], Awaitable[None]]]:
         if path in _ASKED:
             return path, lambda request, reply: self._ask(_ASKED[path], request, reply)
+        if path == _USAGE:
+            return path, lambda request, reply: self._read(self._books.usage, request, reply)
+        if path == _AUDIT:
+            return path, lambda request, reply: self._read(self._books.audit, request, reply)
         if path == "/healthz":
             return path, self._healthz
         if path == "/readyz":
@@ -163,6 +171,12 @@ class HttpApp:
         if name not in found:
             raise NotFound(f"there is no model {name!r} for this API key; {_MODELS} lists those there are")
         await reply.json(200, found[name])
+
+    async def _read(self, read: Callable[[Principal, str], Awaitable[Json]], request: _Request, reply: Reply) -> None:
+        request.require("GET", "HEAD")
+        self._require_serving()
+        principal = await self._admission.identity.authenticate(request.headers)
+        await reply.json(200, await read(principal, request.scope["query_string"].decode("latin-1")))
 
     async def _healthz(self, request: _Request, reply: Reply) -> None:
         request.require("GET", "HEAD")

@@ -17,6 +17,7 @@ from headrace.base.errors import StartError
 from headrace.base.tls import TlsSettings
 from headrace.gateway.admission import Admission
 from headrace.gateway.http.app import HttpApp, Limits
+from headrace.gateway.http.books import Books
 from headrace.gateway.http.protocol import BoundedHeadProtocol
 from headrace.rpc.tls import http_server_context
 
@@ -50,10 +51,12 @@ class HttpSettings:
 class HttpEdge:
     """Serves OpenAI's protocol from `start` to `drain`; build it inside the running loop."""
 
-    def __init__(self, settings: HttpSettings, admission: Admission) -> None:
+    def __init__(self, settings: HttpSettings, admission: Admission, books: Books) -> None:
         self._settings = settings
+        self._books = books
         self._app = HttpApp(
             admission,
+            books,
             Limits(
                 body_bytes=settings.max_body_bytes,
                 body_within_s=_BODY_WITHIN_S,
@@ -94,6 +97,7 @@ class HttpEdge:
         self._app.cut()
         self._server.should_exit = True
         await asyncio.wait({self._serving})
+        await self._books.close()
         log.info("http_stopped", seconds=round(time.monotonic() - began, 3), requests_cut=left)
 
     def _config(self) -> Config:

@@ -14,8 +14,7 @@ from headrace.base.errors import HeadraceError
 from headrace.bundle import intent, keys
 from headrace.coord.etcd.client import EtcdClient
 from headrace.coord.etcd.watch import PrefixMap
-from headrace.gateway.core.claims import USER
-from headrace.gateway.core.principal import Principal
+from headrace.gateway.core.principal import USER, Principal
 from headrace.gateway.core.refusal import Refusal
 from headrace.gateway.identity.records import priority_of
 from headrace.gateway.identity.refused import CredentialRefused
