@@ -32,6 +32,7 @@ WIDE = "wide"
 MOST_WAITING = 5
 AT_ONCE = 4
 STREAMS = 1500
+_SATURATED = rf'headrace_router_saturation\{{deployment="{DEPLOYMENT}"\}}'
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -141,6 +142,26 @@ async def test_the_queue_keeps_exactly_its_cap_in_the_class_that_the_key_allows(
             assert set(ends) == {"OK", "QUEUE_FULL"}
             assert ends.count("OK") >= MOST_WAITING + 2, "whatever was not refused is answered"
             await idle(standing)
+
+
+async def test_a_hundred_refused_requests_are_nobody_s_load_once_they_are_gone(standing: Cluster) -> None:
+    async with standing.client() as client:
+        with worker_stopped(standing, "narrow"):
+            held = [asyncio.create_task(_ended(client)) for _ in range(MOST_WAITING + 4)]
+            await eventually(lambda: _waiting(standing, "standard") == MOST_WAITING)
+            refused = await asyncio.gather(*(_ended(client) for _ in range(100)))
+            assert set(refused) == {"QUEUE_FULL"}
+            assert _waiting(standing, "standard") == MOST_WAITING
+        await asyncio.gather(*held)
+    await idle(standing)
+
+    def no_load() -> bool:
+        """What routers place by, and the controller would add replicas by."""
+        loads = [standing.metric("router", "headrace_router_bookings"), standing.metric("router", _SATURATED)]
+        assert loads == [0, 0]
+        return True
+
+    await eventually(no_load, within_s=2)
 
 
 def _waiting(cluster: Cluster, priority: str) -> float:

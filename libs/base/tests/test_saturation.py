@@ -19,9 +19,26 @@ def test_an_idle_replica_takes_a_full_batch_and_as_many_again_before_it_is_satur
 
 
 def test_those_that_run_or_wait_already_use_up_the_allowance():
-    assert allowance(Saturation(), running=30, waiting=5) == 27
+    assert allowance(Saturation(), running=30, waiting=5) == 64 - 35
     assert allowance(Saturation(), running=32, waiting=31) == 1
     assert allowance(Saturation(), running=32, waiting=32) == 0
+
+
+def test_a_few_that_wait_beside_free_slots_begin_with_the_next_step_and_close_nothing():
+    assert allowance(Saturation(waiting=0.0), running=4, waiting=1) == 28
+    assert allowance(Saturation(waiting=0.0), running=4, waiting=4) == 25
+    assert allowance(Saturation(waiting=0.0), running=4, waiting=5) == 0, "more than a few: something holds them"
+    assert (
+        allowance(
+            Saturation(
+                waiting=0.0,
+            ),
+            running=0,
+            waiting=1,
+            max_num_seqs=1,
+        )
+        == 1
+    )
 
 
 def test_a_full_cache_saturates_whatever_waits():

@@ -278,6 +278,23 @@ def test_memory_of_tenants_that_came_once_is_bounded() -> None:
     assert len(queue._classes[STANDARD].flows) <= 4096
 
 
+def test_a_tenant_that_waits_is_not_forgotten_with_those_that_came_once_nor_is_its_burst_after_a_long_silence() -> None:
+    queue = FairQueue(WIDE)
+    waits = [ticket("waits") for _ in range(3)]
+    for each in waits:
+        queue.push(each, 0)
+    for number in range(20_000):
+        queue.placed(ticket(f"tenant-{number}"), 0)
+    assert drained(queue, 1.0) == waits
+    burst = [ticket(tenant) for _ in range(200) for tenant in ("waits", "tenant-0", "tenant-19999")]
+    for each in burst:
+        queue.push(each, 1e5)
+    served = drained(queue, 1e5)
+    assert set(served) == set(burst)
+    assert len(served) == len(burst)
+    assert len(queue) == 0
+
+
 @dataclass
 class Fleet:
     """64 sequences at once; a request takes 0.5 ms per prompt token and 20 ms per token of its answer."""

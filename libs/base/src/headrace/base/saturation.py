@@ -13,6 +13,7 @@ MOST_WAITING = 1000.0
 # Bookings of the last 0.1 s before a heartbeat count twice, and a router's view is up to 0.35 s old: one that kept to
 # the seat would leave a fifth of a busy replica's seats empty.
 _LATE = 0.25
+_BEGINNING = 1 / 8
 _LEAST_SHARED = 4  # of fewer seats a reserve would be a third and more
 
 
@@ -42,10 +43,13 @@ class Saturation:
 
         Those that find a free slot do not wait. A pressure that is not known counts as full: unknown is not idle.
         """
-        bound = max(1, math.ceil(self.waiting * max_num_seqs))
-        if waiting >= bound or not pressure < self.pressure:
+        bound, free = max(1, math.ceil(self.waiting * max_num_seqs)), max(0, max_num_seqs - running)
+        # Beside free slots a few are merely seen between two steps: they begin with the next one.
+        beginning = min(waiting, free, max(1, math.floor(_BEGINNING * max_num_seqs)))
+        waits = waiting - beginning
+        if waits >= bound or not pressure < self.pressure:
             return 0
-        return bound - waiting + max(0, max_num_seqs - running - waiting)
+        return bound - waits + max(0, free - waiting)
 
     def reserved(self, max_num_seqs: int) -> int:
         """How many seats of a replica are the reserve: the share, rounded up, but none of fewer than four seats."""

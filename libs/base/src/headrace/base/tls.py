@@ -1,7 +1,7 @@
 """TLS as settings and files: what to prove, whom to trust, and the newest good content of those files.
 
-Made for two uses: calls between services (`HEADRACE_TLS_*`, certificates on both sides) and the gateway's edge
-(`HEADRACE_GATEWAY_EDGE_TLS_*`, where API keys say who calls).
+Made for three uses: calls between services (`HEADRACE_TLS_*`, certificates on both sides), the gateway's edge
+(`HEADRACE_GATEWAY_EDGE_TLS_*`, where API keys say who calls), and etcd's members (`HEADRACE_ETCD_TLS_*`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ INTERNAL_NAME = "headrace.internal"
 
 INTERNAL_PREFIX = "HEADRACE_TLS_"
 EDGE_PREFIX = "HEADRACE_GATEWAY_EDGE_TLS_"
+ETCD_PREFIX = "HEADRACE_ETCD_TLS_"
 
 SYSTEM = "system"
 """As `ca_file`: trust the authorities that the machine trusts."""
@@ -89,6 +90,15 @@ class TlsSettings:
         if bool(given.cert_file) != bool(given.key_file):
             raise StartError(f"{EDGE_PREFIX}CERT_FILE and {EDGE_PREFIX}KEY_FILE belong together: set both or none")
         return replace(given, ca_file=given.ca_file or (SYSTEM if given.cert_file else ""))
+
+    @classmethod
+    def etcd_from_environ(cls, environ: Mapping[str, str] | None = None) -> TlsSettings:
+        """Those for etcd's members with https endpoints: whom to trust (else whom the machine trusts), and, where etcd
+        demands certificates of its clients, CERT_FILE and KEY_FILE. StartError for one without the other."""
+        given = _given(os.environ if environ is None else environ, ETCD_PREFIX)
+        if bool(given.cert_file) != bool(given.key_file):
+            raise StartError(f"{ETCD_PREFIX}CERT_FILE and {ETCD_PREFIX}KEY_FILE belong together: set both or none")
+        return replace(given, ca_file=given.ca_file or SYSTEM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,9 @@ class ControllerSettings:
     address: str = knob("127.0.0.1:8720", help="host:port to serve ControlService on")
     metrics_address: str = knob("", help="host:port for Prometheus metrics; empty: none")
     etcd_endpoints: tuple[str, ...] = knob(
-        ("127.0.0.1:2379",), help="etcd members, host:port, comma-separated", env="HEADRACE_ETCD_ENDPOINTS"
+        ("127.0.0.1:2379",),
+        help="etcd members, host:port or https://host:port, comma-separated",
+        env="HEADRACE_ETCD_ENDPOINTS",
     )
     redis_url: str = knob("redis://127.0.0.1:6379/0", help="Redis with the heartbeats", env="HEADRACE_REDIS_URL")
     otlp_endpoint: str = knob(

@@ -135,7 +135,8 @@ class Fleet:
 
         def close(report: Report) -> None:
             metrics.ATTEMPTS.labels(report.outcome).inc()
-            self.routers.release(placement, order.request_id, number, report)
+            # Whoever asked when the engine had ended it, and before the router knew, asks again.
+            self.routers.release(placement, order.request_id, number, report, order.queue.note_room)
 
         return Submission(
             number=number,

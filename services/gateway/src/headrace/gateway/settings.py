@@ -17,7 +17,9 @@ class GatewaySettings:
     stalled_reader_s: float = knob(30.0, help="seconds after which a client that takes nothing is cut off", least=1)
     metrics_address: str = knob("", help="host:port for Prometheus metrics; empty: none")
     etcd_endpoints: tuple[str, ...] = knob(
-        ("127.0.0.1:2379",), help="etcd members, host:port, comma-separated", env="HEADRACE_ETCD_ENDPOINTS"
+        ("127.0.0.1:2379",),
+        help="etcd members, host:port or https://host:port, comma-separated",
+        env="HEADRACE_ETCD_ENDPOINTS",
     )
     router_addresses: tuple[str, ...] = knob(
         ("127.0.0.1:8710",), help="routers, host:port, comma-separated", env="HEADRACE_ROUTER_ADDRESSES"

@@ -20,7 +20,8 @@ class RouterSettings:
     )
     etcd_endpoints: tuple[str, ...] = knob(
         ("127.0.0.1:2379",),
-        help="etcd members with the deployments' routing, host:port, comma-separated; empty: defaults for all",
+        help="etcd members with the deployments' routing, host:port or https://host:port, comma-separated; "
+        "empty: defaults for all",
         env="HEADRACE_ETCD_ENDPOINTS",
     )
     otlp_endpoint: str = knob("", help="host:port that takes traces; empty drops them", env="HEADRACE_OTLP_ENDPOINT")

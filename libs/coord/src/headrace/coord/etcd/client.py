@@ -68,7 +68,8 @@ class Granted:
 
 
 class EtcdClient:
-    """A client of the etcd members at `endpoints` (host:port); made and closed inside the running loop.
+    """A client of the etcd members at `endpoints` (host:port, or https://host:port for TLS as `HEADRACE_ETCD_TLS_*`
+    say); made and closed inside the running loop.
 
     Talks to one member and turns to the next when that one fails; only reads are tried again by themselves.
     Raises Unavailable (no member serves), DeadlinePassed (no answer within `timeout_s`), NotFound (no such lease),

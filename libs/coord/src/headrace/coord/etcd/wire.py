@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from headrace.base.channel import Keepalive, Options, channel_options
 from headrace.base.deadline import Deadline
 from headrace.base.errors import DeadlinePassed, HeadraceError, InternalError, NotFound, StartError, Unavailable
+from headrace.base.tls import TlsSettings, tls_files
 
 Response = TypeVar("Response", bound=Message)
 
@@ -47,14 +48,53 @@ class Stream(Generic[Response]):
         raise _ended()
 
 
+class _Member:
+    """One member's channel; one with https is made anew when the files that it was made of have changed.
+
+    Calls that run then end on the channel on which they began, unless it changes once more: watches begin again by
+    themselves.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._address = endpoint.removeprefix("https://").removeprefix("http://").rstrip("/")
+        self._files = tls_files(TlsSettings.etcd_from_environ()) if endpoint.startswith("https://") else None
+        self._pem = self._files.current() if self._files else None
+        self._channel = self._made()
+        self._former: grpc.aio.Channel | None = None
+
+    async def channel(self) -> grpc.aio.Channel:
+        """For the next call."""
+        if self._files is not None and self._files.current() is not self._pem:
+            self._pem = self._files.current()
+            outlived, self._former, self._channel = self._former, self._channel, self._made()
+            if outlived is not None:
+                await outlived.close()
+        return self._channel
+
+    async def close(self) -> None:
+        """Close what is open."""
+        await self._channel.close()
+        if self._former is not None:
+            await self._former.close()
+
+    def _made(self) -> grpc.aio.Channel:
+        if self._files is None or self._pem is None:
+            return grpc.aio.insecure_channel(self._address, options=_options())
+        settings, pem = self._files.settings, self._pem
+        shown = {"private_key": pem.key, "certificate_chain": pem.cert} if settings.cert_file else {}
+        credentials = grpc.ssl_channel_credentials(root_certificates=pem.ca or None, **shown)
+        name = [("grpc.ssl_target_name_override", settings.server_name)] if settings.server_name else []
+        return grpc.aio.secure_channel(self._address, credentials, options=[*_options(), *name])
+
+
 class Members:
     """Channels to etcd's members, of which one is used until it fails. Made and closed inside the running loop."""
 
     def __init__(self, endpoints: Sequence[str]) -> None:
         if not endpoints:
-            raise StartError("etcd needs at least one endpoint (host:port)")
+            raise StartError("etcd needs at least one endpoint (host:port, or https://host:port)")
         # A channel for each, rather than one with a list, which gRPC takes of addresses only, not of host names.
-        self._channels = [grpc.aio.insecure_channel(endpoint, options=_options()) for endpoint in endpoints]
+        self._members = [_Member(endpoint) for endpoint in endpoints]
         self._current = 0
 
     async def unary(
@@ -62,7 +102,7 @@ class Members:
     ) -> Response:
         """Call `/etcdserverpb.<method>`; with `tries` above 1 (reads only) on as many members."""
         deadline = Deadline.after(timeout_s)
-        for left in range(min(tries, len(self._channels)) - 1, -1, -1):
+        for left in range(min(tries, len(self._members)) - 1, -1, -1):
             try:
                 async with self._member() as channel:
                     call = channel.unary_unary(
@@ -79,7 +119,7 @@ class Members:
     @property
     def count(self) -> int:
         """How many there are."""
-        return len(self._channels)
+        return len(self._members)
 
     @asynccontextmanager
     async def stream(
@@ -97,8 +137,8 @@ class Members:
 
     async def close(self) -> None:
         """Close the channels; running calls are cancelled."""
-        for channel in self._channels:
-            await channel.close()
+        for member in self._members:
+            await member.close()
 
     @asynccontextmanager
     async def _member(self) -> AsyncIterator[grpc.aio.Channel]:
@@ -106,10 +146,10 @@ class Members:
         used = self._current
         try:
             with rpc_errors():
-                yield self._channels[used]
+                yield await self._members[used].channel()
         except (Unavailable, DeadlinePassed):
             if self._current == used:
-                self._current = (used + 1) % len(self._channels)
+                self._current = (used + 1) % len(self._members)
             raise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -93,8 +94,13 @@ class Routers:
             )
         raise Unavailable("no router can be reached", reason=NO_ROUTER, retry_after_s=_NO_ROUTER_RETRY_S)
 
-    def release(self, placement: Placement, request_id: str, attempt: int, report: Report) -> None:
-        """Give up a booking and report, in the background: a booking that cannot be given up expires by itself."""
+    def release(
+        self, placement: Placement, request_id: str, attempt: int, report: Report, heard: Callable[[], None]
+    ) -> None:
+        """Give up a booking and report, in the background; `heard` is called when the router knows, or never will.
+
+        A booking that cannot be given up expires by itself.
+        """
         if self._closed:  # an answer that the drain's grace did not cover ends after this
             return
         first_s = 0.0 if report.first_token_at is None else report.first_token_at - report.placed_at
@@ -112,6 +118,7 @@ class Routers:
         task = asyncio.get_running_loop().create_task(self._release(placement.router, request))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
+        task.add_done_callback(lambda _: heard())
 
     async def close(self) -> None:
         """Let the last releases go out, then close the channels."""
