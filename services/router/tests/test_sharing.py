@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,6 +18,7 @@ import pytest
 from redis.asyncio import Redis
 
 from headrace.api.engine.v1 import engine_service_pb2 as engine_pb
+from headrace.base.errors import Unavailable
 from headrace.coord.embedded import EmbeddedRedis
 from headrace.coord.redis.booking_board import BookingBoard, Terms
 from headrace.coord.redis.booking_script import ARRIVAL_US, NEAR_TIE
@@ -234,6 +236,17 @@ async def test_without_redis_one_batch_pays_the_timeout_and_the_rest_decide_at_o
             decision, degraded = await one.placer.place(attempt("after"))
             assert isinstance(decision, Placed)
             assert not degraded
+
+
+async def test_refusals_while_redis_is_away_keep_nothing_of_those_before(redis_server: EmbeddedRedis):
+    async with routers(redis_server.url, 1) as (one,):
+        one.booker.open = True
+        depths = []
+        for number in range(20):
+            with pytest.raises(Unavailable) as refused:
+                await one.booker.book(attempt(f"r{number}"), [], RULES, 0.5)
+            depths.append(len(list(traceback.walk_tb(refused.value.__traceback__))))
+    assert len(set(depths)) == 1
 
 
 async def test_a_burst_that_waited_for_a_redis_in_vain_spreads_too(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -49,22 +50,26 @@ class RoutingServicer(rpc.RoutingServiceServicer):
         started = time.perf_counter()
         attempt = wire.attempt(request)
         decision, degraded = await self._placer.place(attempt)
-        metrics.count_decision(decision, attempt.prompt_tokens, time.perf_counter() - started)
         _tell(attempt, decision, degraded, reasons=self._telling.allows(started))
-        request.ClearField("block_hashes")
         remembered = Remembered(
             attempt=attempt.key.attempt,
             decided_unix_ns=time.time_ns(),
             asked=request,
             considered=decision.considered,
         )
-        self._memory.decided(attempt.key.request_id, remembered)
+        # What nobody waits for comes once the answer is on its way: it is a twentieth of a placement's time.
+        asyncio.get_running_loop().call_soon(self._note, attempt, decision, remembered, time.perf_counter() - started)
         if isinstance(decision, Refused):
             error = wire.refusal_error(decision, attempt, degraded=degraded, retry_after_s=self._retry_after_s)
             remembered.refusal = f"{error.reason}: {error.message}"
             raise error
         remembered.placed = wire.placed_message(decision, degraded=degraded, brief=request.brief)
         return remembered.placed
+
+    def _note(self, attempt: Attempt, decision: Decision, remembered: Remembered, seconds: float) -> None:
+        metrics.count_decision(decision, attempt.prompt_tokens, seconds)
+        remembered.asked.ClearField("block_hashes")
+        self._memory.decided(attempt.key.request_id, remembered)
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
         """End a booking early, and learn from how the attempt went."""
