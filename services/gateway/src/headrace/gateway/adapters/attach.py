@@ -52,6 +52,27 @@ class AttachSettings:
     idle_s: float = 60.0
 
 
+class _Requests:
+    """The hello, then whatever is queued.
+
+    No generator: grpc.aio may still be waiting in it when the stream breaks, and asyncio then complains in the log that
+    it cannot be closed.
+    """
+
+    def __init__(self, hello: engine_pb2.AttachRequest, queue: asyncio.Queue[engine_pb2.AttachRequest]) -> None:
+        self._hello: engine_pb2.AttachRequest | None = hello
+        self._queue = queue
+
+    def __aiter__(self) -> _Requests:
+        return self
+
+    async def __anext__(self) -> engine_pb2.AttachRequest:
+        if self._hello is not None:
+            hello, self._hello = self._hello, None
+            return hello
+        return await self._queue.get()
+
+
 class AttachConnection:
     """One stream. `run` lives as long as it does; when it ends, every open sequence has failed or finished."""
 
@@ -118,9 +139,11 @@ class AttachConnection:
     async def run(self) -> None:
         """Open the stream and dispatch its steps until it ends; never raises but for its own cancellation."""
         stub = engine_grpc.EngineServiceStub(self._peer.channel)
+        hello = engine_pb2.Hello(gateway_id=self._settings.gateway_id, epoch=self.engine.epoch)
+        requests = _Requests(engine_pb2.AttachRequest(hello=hello), self._outgoing)
         fault = EngineFault(Fault.BROKEN, f"the stream to {self.engine.engine_id} was closed by this gateway")
         try:
-            async with self._peer.stream(stub.Attach, self._requests(), deadline=Deadline.never()) as responses:
+            async with self._peer.stream(stub.Attach, requests, deadline=Deadline.never()) as responses:
                 await self._greet(responses)
                 async for response in responses:
                     self._dispatch(response)
@@ -132,12 +155,6 @@ class AttachConnection:
         finally:
             self._end(fault)
             await self._peer.close()
-
-    async def _requests(self) -> AsyncIterator[engine_pb2.AttachRequest]:
-        hello = engine_pb2.Hello(gateway_id=self._settings.gateway_id, epoch=self.engine.epoch)
-        yield engine_pb2.AttachRequest(hello=hello)
-        while True:
-            yield await self._outgoing.get()
 
     async def _greet(self, responses: AsyncIterator[engine_pb2.AttachResponse]) -> None:
         engine = self.engine
