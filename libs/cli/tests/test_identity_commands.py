@@ -171,13 +171,14 @@ def test_keys_that_anybody_on_the_way_could_replace_are_refused(headrace: Run, j
 def test_a_deployment_is_for_the_tenants_named_until_it_is_for_all_and_can_be_deleted(
     headrace: Run, server: EmbeddedEtcd
 ) -> None:
-    made = headrace("apply", "--name", "m", "--replicas", "0", "--tenant", "acme", "--shared-prefixes")
+    made = headrace("apply", "--name", "m", "--replicas", "0", "--tenant", "acme", "--prefixes", "shared")
     assert made.endswith(", for acme only, prefixes shared among its tenants")
     stored_now = read(server, keys.deployment_key("m"), Deployment)
     assert (list(stored_now.tenants), stored_now.shared_prefixes) == (["acme"], True)
     wrong = headrace("apply", "--name", "m", "--tenant", "a", "--all-tenants", fails=True)
     assert "--tenant and --all-tenants exclude each other" in wrong
-    opened = headrace("apply", "--name", "m", "--all-tenants", "--own-prefixes")
+    assert "'mine' is neither own nor shared" in headrace("apply", "--name", "m", "--prefixes", "mine", fails=True)
+    opened = headrace("apply", "--name", "m", "--all-tenants", "--prefixes", "own")
     assert "only" not in opened
     assert "shared" not in opened
     assert headrace("delete", "m").startswith("deleted: m;")

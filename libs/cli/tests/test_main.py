@@ -24,6 +24,7 @@ COMMANDS = [
     "apply",
     "setup",
     "certs",
+    "delete",
     "key",
     "tenant",
     "issuer",

@@ -14,11 +14,18 @@ from headrace.router.core.eligibility import Verdict, obstacle
 from headrace.router.core.estimate import NOTHING_BOOKED, cost_of, standing_of
 from headrace.router.core.placement import Placed, Reason, Refused
 from headrace.router.core.preference import NEAR_TIE
-from headrace.router.core.replica import AttemptKey, EngineId, Phase, Rates, Unreadable
+from headrace.router.core.replica import AttemptKey, EngineId, Phase, Rates, Replica, Unreadable
 from headrace.router.core.rules import Rules
 from headrace.router.core.view import Reading, Record
 
 RULES = Rules(freshness_s=10.0)
+
+
+def saturated(replica: Replica) -> bool:
+    load = {"waiting": replica.waiting, "running": replica.running, "max_num_seqs": replica.max_num_seqs}
+    return RULES.saturation.reached(**load, pressure=replica.pressure)
+
+
 SLOW = Rates(prefill_tokens_per_s=250.0, itl_s=0.044)
 
 
@@ -200,9 +207,7 @@ def test_only_eligible_replicas_are_chosen_and_none_is_clearly_better(
     attempt = an_attempt(prompt_tokens=prompt_tokens, max_tokens=max_tokens, excluded=excluded)
     decision = place(a_view(*replicas), attempt, chance=random.Random(seed).random)
     eligible = {
-        r.engine_id: r
-        for r, age_s in replicas
-        if obstacle(r, age_s, attempt, RULES) is None and r.waiting < r.max_num_seqs
+        r.engine_id: r for r, age_s in replicas if obstacle(r, age_s, attempt, RULES) is None and not saturated(r)
     }
     assert [c.engine_id for c in decision.considered] == sorted(r.engine_id for r, _ in replicas)
     assert isinstance(decision, Placed) == bool(eligible)

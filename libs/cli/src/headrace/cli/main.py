@@ -276,13 +276,12 @@ def apply_command(
     all_tenants: Annotated[
         bool, typer.Option("--all-tenants", help="Open it to all tenants (a new deployment is).")
     ] = False,
-    shared_prefixes: Annotated[
-        bool | None,
+    prefixes: Annotated[
+        str | None,
         typer.Option(
-            "--shared-prefixes/--own-prefixes",
-            help="Let its tenants reuse each other's cached prompt beginnings: faster, but a tenant can tell from the "
-            "time an answer takes whether another has sent the same beginning. Own: each meets its own (default).",
-            show_default=False,
+            metavar="OWN|SHARED",
+            help="own: each tenant meets only its own cached prompt beginnings (a new deployment's). shared: each "
+            "other's too: faster, but from an answer's time a tenant can tell what others have sent.",
         ),
     ] = None,
 ) -> None:
@@ -293,6 +292,8 @@ def apply_command(
     with plain_errors("apply"):
         if tenant and all_tenants:
             raise StartError("--tenant and --all-tenants exclude each other")
+        if prefixes not in (None, "own", "shared"):
+            raise StartError(f"--prefixes {prefixes!r} is neither own nor shared")
         settings = _engine_settings(engine) if engine else None
         wanted = Wanted(
             deployment=name,
@@ -302,7 +303,7 @@ def apply_command(
             engine_settings=settings,
             precision=precision,
             tenants=[] if all_tenants else tenant or None,
-            shared_prefixes=shared_prefixes,
+            shared_prefixes=None if prefixes is None else prefixes == "shared",
         )
         endpoints = etcd_endpoints(Home.default())
     run("apply", intent_command.apply_and_say(endpoints, wanted))

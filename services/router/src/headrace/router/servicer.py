@@ -50,6 +50,7 @@ class RoutingServicer(rpc.RoutingServiceServicer):
         started = time.perf_counter()
         attempt = wire.attempt(request)
         decision, degraded = await self._placer.place(attempt)
+        took_s = time.perf_counter() - started
         _tell(attempt, decision, degraded, reasons=self._telling.allows(started))
         remembered = Remembered(
             attempt=attempt.key.attempt,
@@ -58,7 +59,7 @@ class RoutingServicer(rpc.RoutingServiceServicer):
             considered=decision.considered,
         )
         # What nobody waits for comes once the answer is on its way: it is a twentieth of a placement's time.
-        asyncio.get_running_loop().call_soon(self._note, attempt, decision, remembered, time.perf_counter() - started)
+        asyncio.get_running_loop().call_soon(self._note, request, attempt, decision, remembered, took_s)
         if isinstance(decision, Refused):
             error = wire.refusal_error(decision, attempt, degraded=degraded, retry_after_s=self._retry_after_s)
             remembered.refusal = f"{error.reason}: {error.message}"
@@ -66,9 +67,11 @@ class RoutingServicer(rpc.RoutingServiceServicer):
         remembered.placed = wire.placed_message(decision, degraded=degraded, brief=request.brief)
         return remembered.placed
 
-    def _note(self, attempt: Attempt, decision: Decision, remembered: Remembered, seconds: float) -> None:
+    def _note(
+        self, request: pb.PlaceRequest, attempt: Attempt, decision: Decision, remembered: Remembered, seconds: float
+    ) -> None:
         metrics.count_decision(decision, attempt.prompt_tokens, seconds)
-        remembered.asked.ClearField("block_hashes")
+        request.ClearField("block_hashes")
         self._memory.decided(attempt.key.request_id, remembered)
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qsl
 
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from headrace.api.telemetry.v1 import telemetry_service_pb2 as pb
@@ -128,7 +127,7 @@ def _plain(message: Message) -> Json:
     return {field.name: _value(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 
-def _value(field: FieldDescriptor, value: Any) -> Any:
+def _value(field: Any, value: Any) -> Any:
     if field.message_type is None:
         return value
     if field.message_type.GetOptions().map_entry:

@@ -64,13 +64,14 @@ class Booker:
     async def _alone(self, wish: Wish) -> Answer:
         """Ask in the caller's own task: nobody else waits, and two changes of task would take a tenth of the time."""
         self._calling = True
+        releases = self._next_releases()
         try:
-            (answer,) = await self._board.book([wish], ())  # within `TIMEOUT_S`
+            (answer,) = await self._board.book([wish], releases)  # within `TIMEOUT_S`
         except HeadraceError as error:
             self._trip(error)
             raise _away("bookings cannot be shared now") from error
-        except asyncio.CancelledError:  # whoever asked is gone; it may be booked
-            self._releases.append((wish.request_id, wish.attempt))
+        except asyncio.CancelledError:  # whoever asked is gone, and may be booked; ending what has ended is no error
+            self._releases.extend([*releases, (wish.request_id, wish.attempt)])
             raise
         finally:
             self._calling = False
@@ -120,7 +121,7 @@ class Booker:
     async def _send(self) -> None:
         batch = [self._wishes.popleft() for _ in range(min(MOST_PER_CALL, len(self._wishes)))]
         batch = [(wish, waiting) for wish, waiting in batch if not waiting.done()]
-        releases = [self._releases.popleft() for _ in range(min(4 * MOST_PER_CALL, len(self._releases)))]
+        releases = self._next_releases()
         if not batch and not releases:
             return
         try:
@@ -139,6 +140,9 @@ class Booker:
                 waiting.set_result(answer)
             elif answer.chosen is not None:  # whoever asked is gone
                 self._releases.append((wish.request_id, wish.attempt))
+
+    def _next_releases(self) -> list[tuple[str, int]]:
+        return [self._releases.popleft() for _ in range(min(4 * MOST_PER_CALL, len(self._releases)))]
 
     def _trip(self, error: Exception) -> None:
         _CALLS.labels("failed").inc()
