@@ -51,7 +51,7 @@ def reference_answers(tokenizer: Tokenizer, path: Path) -> dict[str, list[int]]:
 
 
 async def spans_of(cluster: Cluster, trace_id: str, wanted: set[str]) -> list[telemetry_pb.Span]:
-    """The trace's spans once all of `wanted` services have sent theirs."""
+    """The trace's spans once all of `wanted` services have sent theirs, each in its own time, with all parents named."""
     async with Peer(cluster.addresses["telemetry"]) as peer:
         stub = telemetry_grpc.TelemetryServiceStub(peer.channel)
 
@@ -63,7 +63,9 @@ async def spans_of(cluster: Cluster, trace_id: str, wanted: set[str]) -> list[te
             except HeadraceError:
                 return []
             spans = list(answer.spans)
-            return spans if wanted <= {s.service for s in spans} else []
+            sent = {s.span_id for s in spans} | {""}
+            whole = wanted <= {s.service for s in spans} and {s.parent_span_id for s in spans} <= sent
+            return spans if whole else []
 
         found: list[telemetry_pb.Span] = await eventually(complete, within_s=10)
         return found

@@ -23,7 +23,6 @@ class CallContext:
     deadline: Deadline
     peer: str
     metadata: Mapping[str, str]
-    traceparent: str
 
 
 _current: ContextVar[CallContext] = ContextVar("headrace_call")

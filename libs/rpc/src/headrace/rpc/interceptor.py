@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import grpc
@@ -64,9 +64,9 @@ class CallInterceptor(ServerInterceptor):
     ) -> None:
         self._service = service_name
         self._peer_names = peer_names
-        self._default_deadline_s = default_deadline_s
+        self.default_deadline_s = default_deadline_s
         self._stalled_reader_s = stalled_reader_s
-        self._tracer = trace.get_tracer("headrace.rpc")
+        self.tracer = trace.get_tracer("headrace.rpc")
         self._wrapped: dict[str, Any] = {}
         self.in_flight = 0
         self.refusing = False
@@ -107,7 +107,7 @@ class CallInterceptor(ServerInterceptor):
         method = _Method(self._service, path)
 
         async def handle(request: Any, context: ServicerContext[Any, Any]) -> Any:
-            with self._call(method, context) as record:
+            with _Call(self, method, context) as record:
                 try:
                     record.raise_if_refused()
                     return await inner(request, context)
@@ -122,7 +122,7 @@ class CallInterceptor(ServerInterceptor):
 
         # A coroutine that writes, not a generator: only so can a write have an end.
         async def handle(request: Any, context: ServicerContext[Any, Any]) -> None:
-            with self._call(method, context) as record:
+            with _Call(self, method, context) as record:
                 messages = inner(request, context)
                 failure: HeadraceError | None = None
                 try:
@@ -155,49 +155,11 @@ class CallInterceptor(ServerInterceptor):
         finally:
             alarm.close()
 
-    @contextmanager
-    def _call(self, method: _Method, context: ServicerContext[Any, Any]) -> Any:
-        metadata = {str(k): v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
-        record = _Record(metadata)
+    def refusal(self, context: ServicerContext[Any, Any]) -> HeadraceError | None:
+        """Why a call that begins now is refused, if it is."""
         if self.refusing:
-            record.refused = Unavailable("this server is draining", reason="DRAINING", retry_after_s=0.5)
-        elif self._peer_names is not None:
-            record.refused = self._peer_names.refusal(context)
-        self.in_flight += 1
-        method.in_flight.inc()
-        started = time.perf_counter()
-        try:
-            if not method.traced:
-                _enter(record, context, self._default_deadline_s, "")
-                yield record
-            else:
-                with self._span(method, record) as span:
-                    _enter(record, context, self._default_deadline_s, _traceparent(span))
-                    yield record
-                    if record.code != "OK":
-                        span.set_attribute("error.type", record.reason)
-                        span.set_status(trace.StatusCode.ERROR, record.reason)
-        except BaseException:  # cancelled by the client or its deadline: not an error of ours, but an outcome
-            record.code = "CANCELLED"
-            raise
-        finally:
-            self.in_flight -= 1
-            method.in_flight.dec()
-            method.seconds.observe(time.perf_counter() - started)
-            method.ended(record.code, record.reason).inc()
-
-    @contextmanager
-    def _span(self, method: _Method, record: _Record) -> Any:
-        # OpenTelemetry's own way to make a span the current one takes three more context managers.
-        parent = _PROPAGATOR.extract(record.metadata) if "traceparent" in record.metadata else Context()
-        span = self._tracer.start_span(method.span_name, context=parent, kind=trace.SpanKind.SERVER)
-        span.set_attribute("headrace.request_id", record.request_id)
-        token = otel_context.attach(trace.set_span_in_context(span))
-        try:
-            yield span
-        finally:
-            otel_context.detach(token)
-            span.end()
+            return Unavailable("this server is draining", reason="DRAINING", retry_after_s=0.5)
+        return self._peer_names.refusal(context) if self._peer_names is not None else None
 
     def _domain_error(self, error: Exception, context: ServicerContext[Any, Any], record: _Record) -> HeadraceError:
         """Guard 1 of 3: whatever a handler raises becomes a domain error; a bug is logged with its trace."""
@@ -206,6 +168,55 @@ class CallInterceptor(ServerInterceptor):
             error = InternalError(f"internal error; quote request id {record.request_id}")
         record.code, record.reason = error.code.value, error.reason
         return error
+
+
+class _Call:
+    """One call's account, from its beginning to its end: counted, timed, traced, and current in its task.
+
+    A class: two generators as context managers took as long as all that they did.
+    """
+
+    __slots__ = ("_context", "_interceptor", "_method", "_record", "_span", "_started", "_token")
+
+    def __init__(self, interceptor: CallInterceptor, method: _Method, context: ServicerContext[Any, Any]) -> None:
+        self._interceptor = interceptor
+        self._method = method
+        self._context = context
+        self._span: trace.Span | None = None
+
+    def __enter__(self) -> _Record:
+        interceptor, method, context = self._interceptor, self._method, self._context
+        metadata = {str(k): v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
+        self._record = record = _Record(metadata)
+        record.refused = interceptor.refusal(context)
+        interceptor.in_flight += 1
+        method.in_flight.inc()
+        self._started = time.perf_counter()
+        if method.traced:
+            # OpenTelemetry's own way to make a span the current one takes three more context managers.
+            parent = _PROPAGATOR.extract(metadata) if "traceparent" in metadata else Context()
+            span = interceptor.tracer.start_span(method.span_name, context=parent, kind=trace.SpanKind.SERVER)
+            span.set_attribute("headrace.request_id", record.request_id)
+            self._span, self._token = span, otel_context.attach(trace.set_span_in_context(span))
+        _enter(record, context, interceptor.default_deadline_s)
+        return record
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        record, method, span = self._record, self._method, self._span
+        if kind is not None:  # cancelled by the client or its deadline: not an error of ours, but an outcome
+            record.code = "CANCELLED"
+        if span is not None:
+            if kind is None and record.code != "OK":
+                span.set_attribute("error.type", record.reason)
+                span.set_status(trace.StatusCode.ERROR, record.reason)
+            otel_context.detach(self._token)
+            span.end()
+        self._interceptor.in_flight -= 1
+        method.in_flight.dec()
+        method.seconds.observe(time.perf_counter() - self._started)
+        method.ended(record.code, record.reason).inc()
 
 
 class _Method:
@@ -249,7 +260,7 @@ class _Record:
             raise self.refused
 
 
-def _enter(record: _Record, context: ServicerContext[Any, Any], default_s: float, traceparent: str) -> None:
+def _enter(record: _Record, context: ServicerContext[Any, Any], default_s: float) -> None:
     left = context.time_remaining()
     # No deadline, or one of weeks, which nobody means: it gets ours, so that nothing waits for ever.
     unlimited = left is None or math.isinf(left) or left > 10**6
@@ -259,16 +270,8 @@ def _enter(record: _Record, context: ServicerContext[Any, Any], default_s: float
             deadline=Deadline.after(default_s if unlimited or left is None else left),
             peer=context.peer(),
             metadata=record.metadata,
-            traceparent=traceparent,
         )
     )
-
-
-def _traceparent(span: trace.Span) -> str:
-    context = span.get_span_context()
-    if not context.is_valid:
-        return ""
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
 async def _abort(context: ServicerContext[Any, Any], error: HeadraceError, request_id: str) -> None:

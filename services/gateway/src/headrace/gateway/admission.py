@@ -31,7 +31,7 @@ from headrace.gateway.policies import Policies
 from headrace.gateway.queue import RequestQueues
 from headrace.gateway.quota import Quotas
 from headrace.gateway.usage import Usage
-from headrace.observe.tracing import current_span
+from headrace.observe.tracing import current_span, current_traceparent
 from headrace.rpc.context import CallContext
 
 Request = TypeVar("Request")
@@ -132,7 +132,7 @@ class Admission:
             for index in range(order.sampling.n or 1)
         ]
         self.means.budget.note_request(admitted_at)
-        return Answer(order, answers, order.model, self.means, traceparent=call.traceparent)
+        return Answer(order, answers, order.model, self.means, traceparent=current_traceparent())
 
     async def tokenize(self, model: Model, prompt: Prompt) -> tuple[int, ...]:
         """The prompt's token ids, made in a thread unless it is short: a long prompt takes tens of milliseconds."""

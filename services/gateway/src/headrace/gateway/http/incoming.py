@@ -11,7 +11,6 @@ from headrace.base.deadline import Deadline
 from headrace.base.errors import InvalidRequest
 from headrace.gateway.http.errors import HttpError
 from headrace.gateway.http.reply import REQUEST_ID
-from headrace.observe.tracing import current_traceparent
 from headrace.rpc.context import CallContext
 from headrace.rpc.ids import is_request_id, new_request_id
 
@@ -46,7 +45,6 @@ def call_of(scope: Scope, headers: Mapping[str, str], request_id: str, default_d
         deadline=Deadline.after(_time_given_s(headers, default_deadline_s)),
         peer=f"http:{host}:{port}",
         metadata=headers,
-        traceparent=current_traceparent(),
     )
 
 
