@@ -51,7 +51,7 @@ def reference_answers(tokenizer: Tokenizer, path: Path) -> dict[str, list[int]]:
 
 
 async def spans_of(cluster: Cluster, trace_id: str, wanted: set[str]) -> list[telemetry_pb.Span]:
-    """The trace's spans once all of `wanted` services have sent theirs, each in its own time, with all parents named."""
+    """The trace's spans once all of `wanted` services have sent theirs, with all parents named."""
     async with Peer(cluster.addresses["telemetry"]) as peer:
         stub = telemetry_grpc.TelemetryServiceStub(peer.channel)
 
