@@ -1,11 +1,14 @@
 import asyncio
+import gc
 import subprocess
 import time
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from headrace.base.errors import DeadlinePassed, HeadraceError, NotFound, StartError, Unavailable
@@ -249,3 +252,14 @@ def _watchers(etcd: EmbeddedEtcd) -> int:
             if line.startswith("etcd_debugging_mvcc_watcher_total "):
                 return int(float(line.split()[1]))
     raise AssertionError("etcd has no such metric")
+
+
+async def test_a_closed_client_keeps_no_channel_which_would_hold_up_the_end_of_its_process(etcd: EmbeddedEtcd) -> None:
+    client = EtcdClient([etcd.endpoint])
+    await client.put("/a", b"1")
+    channel = weakref.ref(client._members._members[0]._channel)
+    await client.close()
+    gc.collect()
+    assert channel() is None
+    with pytest.raises(grpc.aio.UsageError):
+        await client.get("/a")

@@ -59,11 +59,13 @@ class _Member:
         self._address = endpoint.removeprefix("https://").removeprefix("http://").rstrip("/")
         self._files = tls_files(TlsSettings.etcd_from_environ()) if endpoint.startswith("https://") else None
         self._pem = self._files.current() if self._files else None
-        self._channel = self._made()
+        self._channel: grpc.aio.Channel | None = self._made()
         self._former: grpc.aio.Channel | None = None
 
     async def channel(self) -> grpc.aio.Channel:
         """For the next call."""
+        if self._channel is None:
+            raise grpc.aio.UsageError("the client of etcd is closed")
         if self._files is not None and self._files.current() is not self._pem:
             self._pem = self._files.current()
             outlived, self._former, self._channel = self._former, self._channel, self._made()
@@ -72,10 +74,12 @@ class _Member:
         return self._channel
 
     async def close(self) -> None:
-        """Close what is open."""
-        await self._channel.close()
-        if self._former is not None:
-            await self._former.close()
+        """Close what is open, and keep nothing of it: beside TLS a channel left to the interpreter's end, plain ones
+        too, makes that end 2 s late (measured)."""
+        open_ones = [channel for channel in (self._channel, self._former) if channel is not None]
+        self._channel = self._former = None
+        for channel in open_ones:
+            await channel.close()
 
     def _made(self) -> grpc.aio.Channel:
         if self._files is None or self._pem is None:
