@@ -59,12 +59,14 @@ bench: install  ## beside other servers, then kernels, router, gateway (an hour 
 	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/native.py
 	$(BIN)/python tests/bench/step_cost.py
+	$(BIN)/python tests/bench/shell_cost.py
 	$(BIN)/python tests/bench/newcomer.py
 	$(BIN)/python tests/bench/speculation.py
 	$(BIN)/python tests/bench/router_place.py
 	$(BIN)/python tests/bench/router_index.py
 	$(BIN)/python tests/bench/fleet_policies.py
 	$(BIN)/python tests/bench/gateway.py
+	$(BIN)/python tests/bench/fairness.py
 
 run: install  ## start the local stack, stream one answer, show where the time went
 	@$(BIN)/headrace up --demo $(if $(ONCE),--once)
