@@ -37,6 +37,10 @@ LLAMA_SERVER = "HEADRACE_BENCH_LLAMA_SERVER"
 VLLM_PYTHON = "HEADRACE_BENCH_VLLM_PYTHON"
 
 
+class NotStarted(Exception):
+    """A server that ended or never answered; the text holds the end of its log."""
+
+
 class Contestant:
     """A server under test.
 
@@ -121,7 +125,7 @@ class Served(Contestant):
             except (OSError, RuntimeError, HeadraceError, asyncio.IncompleteReadError, ValueError, IndexError):
                 if self._process is None or self._process.poll() is not None or time.perf_counter() - began > within_s:
                     self._log.seek(0)
-                    raise SystemExit(f"{self.name} did not start:\n{self._log.read().decode()[-3000:]}") from None
+                    raise NotStarted(f"did not start:\n{self._log.read().decode()[-3000:]}") from None
                 await asyncio.sleep(0.02)
 
     def pids(self) -> list[int]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from checkpoint import load_reference, write_folder, write_gguf
 from comparison import write_report
-from contestants import CONTEXT, Contestant, found
+from contestants import CONTEXT, Contestant, NotStarted, found
 from judge import judge
 from workload import Prompts, closed_loop, newcomer, open_loop, prefill, repeated_prefix
 
@@ -79,6 +79,9 @@ class Comparison:
                 facts = await work(server)
                 self.results[server.name][stage].append(facts)
                 print(f"{stage:10} {server.name:16} {_short(facts)}", flush=True)
+        except NotStarted as reason:  # the others are still worth comparing
+            self.void[server.name] = str(reason)
+            print(f"VOID       {server.name} {reason}", flush=True)
         finally:
             if server.name in self._frozen:
                 server.freeze()

@@ -150,16 +150,18 @@ template <typename Pages>
 void attend_pages(const AttentionLayer &layer, const SliceRows &slice, int kv_head, int first, int last, int range,
                   float *states) {
   const int group = layer.heads / layer.kv_heads;
-  uint32_t queries[kQueryRows * kMostHeadDim / 2];
+  constexpr int kQueryWords = kBf16AsFloats ? kMostHeadDim : kMostHeadDim / 2;
+  uint32_t queries[kQueryRows * kQueryWords];
   float rotated[kMostHeadDim];
   QueryTile tile;
   tile.rows = 0;
   for (int token = first; token < last; token++) {
     const int row = slice.first_row + token, end = slice.start + token + 1;
     for (int head = kv_head * group; head < (kv_head + 1) * group; head++, tile.rows++) {
-      tile.queries[tile.rows] = queries + static_cast<size_t>(tile.rows) * (kMostHeadDim / 2);
+      uint32_t *query = queries + static_cast<size_t>(tile.rows) * kQueryWords;
+      tile.queries[tile.rows] = query;
       rotate(layer, row, head, rotated);
-      Pages::prepare_query(layer, rotated, queries + static_cast<size_t>(tile.rows) * (kMostHeadDim / 2), tile);
+      Pages::prepare_query(layer, rotated, query, tile);
       tile.first[tile.rows] = layer.window > 0 && end > layer.window ? end - layer.window : 0;
       tile.last[tile.rows] = end;
       tile.out[tile.rows] = layer.out + row * layer.out_stride + static_cast<size_t>(head) * layer.head_dim;

@@ -18,8 +18,14 @@ namespace hr {
 
 const Kernels *avx2_kernels() {
   static const Kernels kernels = {
-      "avx2",           avx2::prepare_row,           avx2::multiply, avx2::find_likeliest,
-      avx2::store_keys_and_values, avx2::attend, avx2::merge,
+      "avx2",
+      avx2::kBf16AsFloats ? 4 : 2,
+      avx2::prepare_row,
+      avx2::multiply,
+      avx2::find_likeliest,
+      avx2::store_keys_and_values,
+      avx2::attend,
+      avx2::merge,
   };
   __builtin_cpu_init();
   const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&

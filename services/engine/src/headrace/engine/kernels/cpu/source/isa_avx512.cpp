@@ -18,8 +18,14 @@ namespace hr {
 
 const Kernels *avx512_kernels() {
   static const Kernels kernels = {
-      "avx512",           avx512::prepare_row,           avx512::multiply, avx512::find_likeliest,
-      avx512::store_keys_and_values, avx512::attend, avx512::merge,
+      "avx512",
+      avx512::kBf16AsFloats ? 4 : 2,
+      avx512::prepare_row,
+      avx512::multiply,
+      avx512::find_likeliest,
+      avx512::store_keys_and_values,
+      avx512::attend,
+      avx512::merge,
   };
   __builtin_cpu_init();
   const bool runs = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&

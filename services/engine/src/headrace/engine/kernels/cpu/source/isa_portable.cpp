@@ -16,8 +16,14 @@ namespace hr {
 
 const Kernels *portable_kernels() {
   static const Kernels kernels = {
-      "portable",           portable::prepare_row,           portable::multiply, portable::find_likeliest,
-      portable::store_keys_and_values, portable::attend, portable::merge,
+      "portable",
+      portable::kBf16AsFloats ? 4 : 2,
+      portable::prepare_row,
+      portable::multiply,
+      portable::find_likeliest,
+      portable::store_keys_and_values,
+      portable::attend,
+      portable::merge,
   };
   return &kernels;
 }

@@ -85,9 +85,19 @@ struct FetchNext {
   }
 };
 
+// Input k of rows of floats, times its weights.
+template <int MT, int NT>
+inline void add_row_products(const F32 (&column)[NT], const uint8_t *const (&row)[MT], size_t k, F32 (&out)[MT][NT]) {
+  for (int m = 0; m < MT; m++) {
+    const F32 value = broadcast(reinterpret_cast<const float *>(row[m])[k]);
+    for (int n = 0; n < NT; n++) out[m][n] = fma(column[n], value, out[m][n]);
+  }
+}
+
 struct Bf16Format {
   static constexpr int kRows = kTileRows;
   static constexpr int kPanels = kTilePanels;
+  static constexpr int kOutputs = kTileOutputs;
 
   template <int MT, int NT, typename Fetch>
   static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, const Fetch &fetch,
@@ -103,9 +113,18 @@ struct Bf16Format {
       for (int n = 0; n < NT; n++) {
         column[n] = load_pairs(reinterpret_cast<const uint16_t *>(at.column[n] + k * 64));
       }
-      for (int m = 0; m < MT; m++) {
-        const Bf16Pairs value = broadcast_pair(reinterpret_cast<const uint32_t *>(at.row[m])[k]);
-        for (int n = 0; n < NT; n++) out[m][n] = dot_pairs(out[m][n], column[n], value);
+      if constexpr (kBf16AsFloats) {
+        // One after the other: the widened halves of both would not leave registers for the outputs.
+        F32 half[NT];
+        for (int n = 0; n < NT; n++) half[n] = first_of(column[n]);
+        add_row_products(half, at.row, 2 * k, out);
+        for (int n = 0; n < NT; n++) half[n] = second_of(column[n]);
+        add_row_products(half, at.row, 2 * k + 1, out);
+      } else {
+        for (int m = 0; m < MT; m++) {
+          const Bf16Pairs value = broadcast_pair(reinterpret_cast<const uint32_t *>(at.row[m])[k]);
+          for (int n = 0; n < NT; n++) out[m][n] = dot_pairs(out[m][n], column[n], value);
+        }
       }
     }
   }
@@ -114,6 +133,7 @@ struct Bf16Format {
 struct FloatFormat {
   static constexpr int kRows = kTileRows;
   static constexpr int kPanels = kTilePanels;
+  static constexpr int kOutputs = kTileOutputs;
 
   template <int MT, int NT, typename Fetch>
   static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, const Fetch &fetch,
@@ -127,10 +147,7 @@ struct FloatFormat {
       fetch(k * 64);
       F32 column[NT];
       for (int n = 0; n < NT; n++) column[n] = load(reinterpret_cast<const float *>(at.column[n] + k * 64));
-      for (int m = 0; m < MT; m++) {
-        const F32 value = broadcast(reinterpret_cast<const float *>(at.row[m])[k]);
-        for (int n = 0; n < NT; n++) out[m][n] = fma(column[n], value, out[m][n]);
-      }
+      add_row_products(column, at.row, k, out);
     }
   }
 };
@@ -152,6 +169,7 @@ inline F32 group_scale(const Rows &rows, int row, int group) {
 struct Int8Format {
   static constexpr int kRows = kGroupedTileRows;
   static constexpr int kPanels = kGroupedTilePanels;
+  static constexpr int kOutputs = kGroupedTileOutputs;
 
   template <int MT, int NT, typename Fetch>
   static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, const Fetch &fetch,
@@ -189,6 +207,7 @@ struct Int8Format {
 struct Int4Format {
   static constexpr int kRows = kGroupedTileRows;
   static constexpr int kPanels = kGroupedTilePanels;
+  static constexpr int kOutputs = kGroupedTileOutputs;
 
   template <int MT, int NT, typename Fetch>
   static void multiply(const hr_linear &w, const Rows &rows, int row, int panel, const Fetch &fetch,
@@ -204,7 +223,7 @@ struct Int4Format {
       };
       F32 sum[MT][NT];  // in units of the row's scale
       for (int half = 0; half < 2; half++) {
-        I32 products[MT][NT];
+        NibbleSums products[MT][NT];
         add_half_group<MT, NT>(at, 2 * group + half, place + half * (kNibbleBytes / 2), fetch, products);
         for (int n = 0; n < NT; n++) {
           const F32 scale = step(n, half);
@@ -230,9 +249,9 @@ struct Int4Format {
   // Sums of 32 inputs' products of nibbles, which lie at `place` of each column, and bytes.
   template <int MT, int NT, typename Fetch>
   static void add_half_group(const Origins<MT, NT> &at, size_t half_group, size_t place, const Fetch &fetch,
-                             I32 (&sum)[MT][NT]) {
+                             NibbleSums (&sum)[MT][NT]) {
     for (int m = 0; m < MT; m++) {
-      for (int n = 0; n < NT; n++) sum[m][n] = zero_int();
+      for (int n = 0; n < NT; n++) sum[m][n] = zero_nibbles();
     }
     for (size_t k = 0; k < kHalfGroup / 8; k++) {
       fetch(place + k * 64);
@@ -245,8 +264,8 @@ struct Int4Format {
       for (int m = 0; m < MT; m++) {
         const auto *quads = reinterpret_cast<const int32_t *>(at.row[m] + half_group * kHalfGroup) + 2 * k;
         const I32 first = broadcast_int(quads[0]), second = broadcast_int(quads[1]);
-        for (int n = 0; n < NT; n++) sum[m][n] = dot_unsigned(sum[m][n], first, low[n]);
-        for (int n = 0; n < NT; n++) sum[m][n] = dot_unsigned(sum[m][n], second, high[n]);
+        for (int n = 0; n < NT; n++) sum[m][n] = dot_nibbles(sum[m][n], first, low[n]);
+        for (int n = 0; n < NT; n++) sum[m][n] = dot_nibbles(sum[m][n], second, high[n]);
       }
     }
   }
@@ -291,7 +310,19 @@ void multiply_tile(const hr_linear &w, const Rows &rows, int row, int count, int
     }
   }
   F32 tile[MT][NT];
-  Format::template multiply<MT, NT>(w, rows, row, panel, fetch, tile);
+  if constexpr (MT * NT <= Format::kOutputs) {
+    Format::template multiply<MT, NT>(w, rows, row, panel, fetch, tile);
+  } else {  // a panel after the other: outputs in memory would cost more than rows read again
+    F32 column[MT][1];
+    for (int n = 0; n < NT; n++) {
+      if (n == 0) {
+        Format::template multiply<MT, 1>(w, rows, row, panel, fetch, column);
+      } else {
+        Format::template multiply<MT, 1>(w, rows, row, panel + n, FetchNothing(), column);
+      }
+      for (int m = 0; m < MT; m++) tile[m][n] = column[m][0];
+    }
+  }
   finish<MT, NT>(w, row, panel, tile, out);
 }
 
@@ -388,7 +419,7 @@ void prepare_row(int format, const float *x, const float *norm, float eps, int d
   uint8_t *to = out.data + row * out.stride;
   if (format == HR_BF16) {
     for (int k = 0; k < padded; k += 16) {
-      store_bf16(reinterpret_cast<uint16_t *>(to) + k, normalised(x, norm, factor, k));
+      keep_bf16(to, k, normalised(x, norm, factor, k));
     }
   } else if (format == HR_FLOAT) {
     for (int k = 0; k < padded; k += 16) store(reinterpret_cast<float *>(to) + k, normalised(x, norm, factor, k));

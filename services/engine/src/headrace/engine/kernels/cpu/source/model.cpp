@@ -53,9 +53,9 @@ Panels panels_of(int task, int panels, int threads) {
 
 }  // namespace
 
-Rows PreparedRows::reserve(int format, int rows, int depth) {
+Rows PreparedRows::reserve(const Kernels &kernels, int format, int rows, int depth) {
   Rows out{};
-  out.stride = row_bytes(format, depth);
+  out.stride = row_bytes(format, depth, kernels.bf16_bytes);
   out.data = data_.reserve(out.stride * rows);
   out.groups = ceil_div(depth, kGroup);
   if (format == HR_INT8 || format == HR_INT4) {
@@ -81,7 +81,7 @@ void multiply(Pool &pool, const Kernels &kernels, const hr_linear &linear, const
 
 Rows prepare(Pool &pool, const Kernels &kernels, int format, PreparedRows &to, const float *x, size_t stride,
              const float *norm, float eps, int depth, int count) {
-  const Rows rows = to.reserve(format, count, depth);
+  const Rows rows = to.reserve(kernels, format, count, depth);
   const int per_task = depth * count < kSharedNumbers ? count : ceil_div(count, 4 * pool.threads());
   pool.run(ceil_div(count, per_task), [&](int task, int) {
     for (int row = task * per_task; row < (task + 1) * per_task && row < count; row++) {

@@ -13,7 +13,7 @@ namespace hr {
 // Activations of one step in the form that the weights multiply.
 class PreparedRows {
  public:
-  Rows reserve(int format, int rows, int depth);
+  Rows reserve(const Kernels &kernels, int format, int rows, int depth);
 
  private:
   Buffer<uint8_t> data_;

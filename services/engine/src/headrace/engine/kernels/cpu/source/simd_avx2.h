@@ -10,11 +10,14 @@ namespace hr {
 namespace avx2 {
 namespace {
 
-constexpr int kTileRows = 3;  // 3 rows of 2 panels are 12 of the 16 registers
+constexpr int kTileRows = 6;
 constexpr int kTilePanels = 2;
+constexpr int kTileOutputs = 6;  // 12 of the 16 registers: 6 rows of one panel, or up to 3 of two
 constexpr int kGroupedTilePanels = 2;
-constexpr int kGroupedTileRows = 2;
-constexpr int kAttentionRegisters = 6;
+constexpr int kGroupedTileRows = 4;
+constexpr int kGroupedTileOutputs = 4;
+constexpr int kAttentionRegisters = 16;  // more than there are: a page's values are added to a part of them at a time
+constexpr bool kBf16AsFloats = true;     // rows are kept as floats, weights widened as they are read
 constexpr bool kUnsignedWeights = false;
 
 struct F32 {
@@ -119,6 +122,12 @@ inline void store_bf16(uint16_t *p, F32 x) {
   const __m256i packed = _mm256_packus_epi32(rounded(x.low), rounded(x.high));
   _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
+// Inputs k to k + 15 of a row that bf16 weights multiply.
+inline void keep_bf16(uint8_t *row, int k, F32 x) {
+  auto *at = reinterpret_cast<__m256i *>(reinterpret_cast<float *>(row) + k);
+  _mm256_storeu_si256(at, _mm256_slli_epi32(rounded(x.low), 16));
+  _mm256_storeu_si256(at + 1, _mm256_slli_epi32(rounded(x.high), 16));
+}
 inline Bf16Pairs load_pairs(const uint16_t *p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)),
           _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p + 16))};
@@ -126,14 +135,15 @@ inline Bf16Pairs load_pairs(const uint16_t *p) {
 inline Bf16Pairs broadcast_pair(uint32_t pair) {
   return {_mm256_set1_epi32(static_cast<int>(pair)), _mm256_set1_epi32(static_cast<int>(pair))};
 }
-inline __m256 dot_half(__m256 sum, __m256i a, __m256i b) {
+inline F32 first_of(Bf16Pairs x) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(x.low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(x.high, 16))};
+}
+inline F32 second_of(Bf16Pairs x) {
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-  sum = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), sum);
-  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, upper)),
-                         _mm256_castsi256_ps(_mm256_and_si256(b, upper)), sum);
+  return {_mm256_castsi256_ps(_mm256_and_si256(x.low, upper)), _mm256_castsi256_ps(_mm256_and_si256(x.high, upper))};
 }
 inline F32 dot_pairs(F32 sum, Bf16Pairs a, Bf16Pairs b) {
-  return {dot_half(sum.low, a.low, b.low), dot_half(sum.high, a.high, b.high)};
+  return fma(second_of(a), second_of(b), fma(first_of(a), first_of(b), sum));
 }
 
 inline I32 zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
@@ -149,9 +159,18 @@ inline I32 low_nibbles(I32 x) {
   return {_mm256_and_si256(x.low, mask), _mm256_and_si256(x.high, mask)};
 }
 inline I32 high_nibbles(I32 x) { return low_nibbles({_mm256_srli_epi16(x.low, 4), _mm256_srli_epi16(x.high, 4)}); }
+// As intrinsics, gcc 12 orders such additions anew, keeps all products until the end, and runs out of registers.
+inline __m256i add_words(__m256i sum, __m256i x) {
+  asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(x));
+  return sum;
+}
+inline __m256i add_longs(__m256i sum, __m256i x) {
+  asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(x));
+  return sum;
+}
 inline __m256i dot_bytes(__m256i sum, __m256i unsigned_bytes, __m256i signed_bytes) {
   const __m256i pairs = _mm256_maddubs_epi16(unsigned_bytes, signed_bytes);
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  return add_longs(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 // |row| times the weight with the row's sign: both within 127, so that two products never overflow 16 bits.
 inline __m256i dot_int8_half(__m256i sum, __m256i row, __m256i weights) {
@@ -163,6 +182,19 @@ inline I32 dot_int8(I32 sum, I32 row, I32 weights) {
 }
 inline I32 dot_unsigned(I32 sum, I32 row, I32 weights) {
   return {dot_bytes(sum.low, weights.low, row.low), dot_bytes(sum.high, weights.high, row.high)};
+}
+// Products of nibbles in 16 bits: two make at most 3,810, so eight such pairs may be added before they are widened.
+struct NibbleSums {
+  __m256i low, high;
+};
+inline NibbleSums zero_nibbles() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline NibbleSums dot_nibbles(NibbleSums sum, I32 row, I32 nibbles) {
+  return {add_words(sum.low, _mm256_maddubs_epi16(nibbles.low, row.low)),
+          add_words(sum.high, _mm256_maddubs_epi16(nibbles.high, row.high))};
+}
+inline F32 to_float(NibbleSums x) {
+  const __m256i one = _mm256_set1_epi16(1);
+  return to_float(I32{_mm256_madd_epi16(x.low, one), _mm256_madd_epi16(x.high, one)});
 }
 inline __m128i to_signed_bytes(F32 x) {
   const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));

@@ -13,9 +13,12 @@ namespace {
 // 24 accumulators, 4 columns of weights and a broadcast fill the 32 registers.
 constexpr int kTileRows = 6;
 constexpr int kTilePanels = 4;
+constexpr int kTileOutputs = 24;
 constexpr int kGroupedTilePanels = 2;  // sums of groups need a second set of accumulators
 constexpr int kGroupedTileRows = 4;
+constexpr int kGroupedTileOutputs = 8;
 constexpr int kAttentionRegisters = 24;  // for the outputs of the query rows of one tile
+constexpr bool kBf16AsFloats = false;
 constexpr bool kUnsignedWeights = true;  // dot_int8 counts stored weights as they are, 128 too large
 
 struct F32 {
@@ -71,9 +74,17 @@ inline F32 load_half(const uint16_t *p) {
 inline void store_bf16(uint16_t *p, F32 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)));
 }
+inline void keep_bf16(uint8_t *row, int k, F32 x) { store_bf16(reinterpret_cast<uint16_t *>(row) + k, x); }
 inline Bf16Pairs load_pairs(const uint16_t *p) { return {reinterpret_cast<__m512bh>(_mm512_loadu_si512(p))}; }
 inline Bf16Pairs broadcast_pair(uint32_t pair) {
   return {reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(pair)))};
+}
+inline F32 first_of(Bf16Pairs x) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(reinterpret_cast<__m512i>(x.v), 16))};
+}
+inline F32 second_of(Bf16Pairs x) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  return {_mm512_castsi512_ps(_mm512_and_si512(reinterpret_cast<__m512i>(x.v), upper))};
 }
 inline F32 dot_pairs(F32 sum, Bf16Pairs a, Bf16Pairs b) { return {_mm512_dpbf16_ps(sum.v, a.v, b.v)}; }
 
@@ -93,6 +104,9 @@ inline I32 add_products(I32 sum, I32 unsigned_bytes, I32 signed_bytes) {
 inline I32 dot_int8(I32 sum, I32 row, I32 weights) { return add_products(sum, weights, row); }
 // Signed bytes times unsigned ones of at most 127.
 inline I32 dot_unsigned(I32 sum, I32 bytes, I32 unsigned_bytes) { return add_products(sum, unsigned_bytes, bytes); }
+using NibbleSums = I32;
+inline NibbleSums zero_nibbles() { return zero_int(); }
+inline NibbleSums dot_nibbles(NibbleSums sum, I32 row, I32 nibbles) { return add_products(sum, nibbles, row); }
 // Rounded to the nearest integers.
 inline void store_signed_bytes(int8_t *p, F32 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v)));

@@ -15,9 +15,12 @@ namespace {
 
 constexpr int kTileRows = 2;
 constexpr int kTilePanels = 2;
+constexpr int kTileOutputs = 4;
 constexpr int kGroupedTilePanels = 2;
 constexpr int kGroupedTileRows = 2;
+constexpr int kGroupedTileOutputs = 4;
 constexpr int kAttentionRegisters = 4;
+constexpr bool kBf16AsFloats = false;
 constexpr bool kUnsignedWeights = false;
 
 struct F32 {
@@ -121,6 +124,7 @@ inline uint16_t to_bf16(float x) {
 inline void store_bf16(uint16_t *p, F32 x) {
   for (int i = 0; i < 16; i++) p[i] = to_bf16(x.v[i]);
 }
+inline void keep_bf16(uint8_t *row, int k, F32 x) { store_bf16(reinterpret_cast<uint16_t *>(row) + k, x); }
 inline Bf16Pairs load_pairs(const uint16_t *p) {
   Bf16Pairs out;
   memcpy(out.v, p, sizeof out.v);
@@ -130,6 +134,12 @@ inline Bf16Pairs broadcast_pair(uint32_t pair) {
   Bf16Pairs out;
   for (int i = 0; i < 16; i++) out.v[i] = pair;
   return out;
+}
+inline F32 first_of(Bf16Pairs x) {
+  return lanes([&](int i) { return from_bits(x.v[i] << 16); });
+}
+inline F32 second_of(Bf16Pairs x) {
+  return lanes([&](int i) { return from_bits(x.v[i] & 0xffff0000); });
 }
 inline F32 dot_pairs(F32 sum, Bf16Pairs a, Bf16Pairs b) {
   return lanes([&](int i) {
@@ -178,6 +188,9 @@ inline I32 dot_int8(I32 sum, I32 row, I32 weights) {
 inline I32 dot_unsigned(I32 sum, I32 row, I32 weights) {
   return int_lanes([&](int i) { return sum.v[i] + dot_bytes(row.v[i], weights.v[i]); });
 }
+using NibbleSums = I32;
+inline NibbleSums zero_nibbles() { return zero_int(); }
+inline NibbleSums dot_nibbles(NibbleSums sum, I32 row, I32 nibbles) { return dot_unsigned(sum, row, nibbles); }
 inline int to_byte(float x) {  // a NaN fails both comparisons; its row's scale is NaN, so any byte will do
   if (!(x > -128.0f)) return -128;
   return x < 127.0f ? static_cast<int>(nearbyintf(x)) : 127;
