@@ -19,7 +19,7 @@ namespace hr {
 const Kernels *avx2_kernels() {
   static const Kernels kernels = {
       "avx2",
-      avx2::kBf16AsFloats ? 4 : 2,
+      avx2::row_bytes,
       avx2::prepare_row,
       avx2::multiply,
       avx2::find_likeliest,

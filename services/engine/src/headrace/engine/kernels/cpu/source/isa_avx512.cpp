@@ -19,7 +19,7 @@ namespace hr {
 const Kernels *avx512_kernels() {
   static const Kernels kernels = {
       "avx512",
-      avx512::kBf16AsFloats ? 4 : 2,
+      avx512::row_bytes,
       avx512::prepare_row,
       avx512::multiply,
       avx512::find_likeliest,

@@ -17,7 +17,7 @@ namespace hr {
 const Kernels *portable_kernels() {
   static const Kernels kernels = {
       "portable",
-      portable::kBf16AsFloats ? 4 : 2,
+      portable::row_bytes,
       portable::prepare_row,
       portable::multiply,
       portable::find_likeliest,

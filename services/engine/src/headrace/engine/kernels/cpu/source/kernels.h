@@ -34,11 +34,6 @@ inline size_t panel_bytes(int format, int depth) {
   }
 }
 
-// `bf16_bytes` is how many an instruction set keeps each bf16 number of a row in.
-inline size_t row_bytes(int format, int depth, int bf16_bytes) {
-  return static_cast<size_t>(pad64(depth)) * (format == HR_BF16 ? bf16_bytes : format == HR_FLOAT ? 4 : 1);
-}
-
 // Bytes of one page of one KV head. Values are padded to whole registers.
 inline size_t page_bytes(int kv_format, int head_dim) {
   const size_t value_dim = ceil_div(head_dim, 16) * 16;
@@ -99,7 +94,7 @@ struct SliceRows {
 
 struct Kernels {
   const char *name;
-  int bf16_bytes;  // of a row's bf16 number: 4 where it is kept as a float
+  size_t (*row_bytes)(int format, int depth);  // of a row that prepare_row makes
   // One row of `depth` floats, multiplied by its inverse root mean square and by `norm` if that is given.
   void (*prepare_row)(int format, const float *x, const float *norm, float eps, int depth, const Rows &out, int row);
   // Rows first_row to last_row - 1 times some panels, each the same whatever the limits.

@@ -413,6 +413,11 @@ void quantise_row(const float *x, const float *norm, F32 factor, const Rows &out
   }
 }
 
+size_t row_bytes(int format, int depth) {
+  const bool floats = format == HR_FLOAT || (format == HR_BF16 && kBf16AsFloats);
+  return static_cast<size_t>(pad64(depth)) * (floats ? 4 : format == HR_BF16 ? 2 : 1);
+}
+
 void prepare_row(int format, const float *x, const float *norm, float eps, int depth, const Rows &out, int row) {
   const int padded = pad64(depth);
   const F32 factor = broadcast(norm == nullptr ? 1.0f : inverse_root_mean_square(x, eps, depth, padded));

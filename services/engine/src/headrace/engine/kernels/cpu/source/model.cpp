@@ -55,7 +55,7 @@ Panels panels_of(int task, int panels, int threads) {
 
 Rows PreparedRows::reserve(const Kernels &kernels, int format, int rows, int depth) {
   Rows out{};
-  out.stride = row_bytes(format, depth, kernels.bf16_bytes);
+  out.stride = kernels.row_bytes(format, depth);
   out.data = data_.reserve(out.stride * rows);
   out.groups = ceil_div(depth, kGroup);
   if (format == HR_INT8 || format == HR_INT4) {
