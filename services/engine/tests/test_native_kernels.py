@@ -163,6 +163,18 @@ def test_weights_of_a_4_bit_file_are_kept_exactly(pool: Pool, depth: int) -> Non
     np.testing.assert_array_equal(pack(pool, Format.INT4, weights).rounded[:40], weights)
 
 
+@pytest.mark.parametrize("format", [Format.INT8, Format.INT4], ids=lambda f: f.name.lower())
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("rows", [1, 4, 9])
+def test_the_largest_products_of_integers_are_not_cut_off(pool: Pool, format: Format, sign: int, rows: int) -> None:
+    x, weights = np.full((rows, 128), sign, dtype=np.float32), np.ones((40, 128), dtype=np.float32)
+    weights[:, ::32] = 0  # the least of each half group: all others are the largest nibble, 15
+    packed = pack(pool, format, weights)
+    out = apply(pool, packed, x)[:, :40]
+    np.testing.assert_allclose(out, rounded_rows(format, x) @ packed.rounded[:40].T, rtol=1e-5)
+    np.testing.assert_allclose(out, np.full((rows, 40), sign * 124), rtol=0.01)
+
+
 @pytest.mark.parametrize("format", list(Format), ids=lambda f: f.name.lower())
 def test_a_row_is_the_same_to_the_bit_whatever_stands_beside_it(pool: Pool, format: Format) -> None:
     x, weights = random(5, 131, 200), random(6, 150, 200)
