@@ -104,10 +104,13 @@ async def _measured(server: Contestant, prompts: list[list[int]], heard: list[He
 
 async def newcomer(server: Contestant, prompts: Prompts, *, running: int, length: int) -> dict[str, float]:
     """Gaps of `running` streams before and while a prompt of `length` tokens is computed, milliseconds."""
+    began = time.perf_counter()
+    await asyncio.gather(*(server.ask(p, 16) for p in prompts.take(running)))
+    settled_s = max(2.0, 2 * (time.perf_counter() - began))  # a slow server's streams take seconds to begin
     # Long enough to be still running when the newcomer has its first token, at 4 ms a token, too.
     streams = [asyncio.create_task(server.ask(p, 1500)) for p in prompts.take(running)]
     try:
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(settled_s)
         came_at = time.perf_counter()
         long = await server.ask(prompts.take(1, length)[0], 1)
     finally:
